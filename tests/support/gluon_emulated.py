@@ -38,6 +38,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "mild": lambda g: g,
     "none": torch.zeros_like,
     "strong": lambda g: 60 * g,
+    # About 2^-150 in a chunk, but for a token that grows in the second one.
+    "steep": lambda g: torch.where(_every_100th(g), torch.full_like(g, 1.0), 0.1 * g - 1.6),
     "growing": lambda g: -0.02 * g,
     # Some heads forget everything at some tokens.
     "far": lambda g: torch.where(_every_37th(g), torch.full_like(g, -80.0), 0.05 * g),
@@ -45,6 +47,10 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "returning": lambda g: torch.where(_every_second_chunk(g), 0.75, -0.75) + 0 * g,
     "infinite": lambda g: torch.where(_every_37th(g), torch.full_like(g, -torch.inf), 0.05 * g),
 }
+
+
+def _every_100th(g: Tensor) -> Tensor:
+    return (torch.arange(g.shape[1]) % 100 == 99)[None, :, None]
 
 
 def _every_37th(g: Tensor) -> Tensor:
@@ -243,6 +249,8 @@ FORWARD = [
     (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE, BF16, 0),
     (PACKED, "far", launch.TWO, FP16, 0),
     (PADDED, "strong", launch.ONE, FP16, 0),
+    (PADDED, "steep", launch.TWO, BF16, 0),
+    (PADDED, "steep", launch.ONE, FP16, 0),
     (LONG, "none", launch.TWO, BF16, 2),
     (LONG, "far", launch.ONE, FP16, 1),
     (gluon_case("small", T=200, B=2, K=40, V=72, HV=1), "strong", launch.TWO, BF16, 1),

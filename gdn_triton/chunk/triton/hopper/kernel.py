@@ -339,7 +339,19 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
+                    (
+                        inverses,
+                        scratch,
+                        walk,
+                        dtype,
+                        BK,
+                        STAGES,
+                        T_STAGES,
+                        IS_VARLEN,
+                        True,
+                        NORM,
+                        EPS,
+                    ),
                 ),
                 (
                     gates_role,
@@ -446,7 +458,19 @@ def hopper_fwd_kernel(
                 ),
                 (
                     triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, IS_VARLEN, NORM, EPS),
+                    (
+                        inverses,
+                        scratch,
+                        walk,
+                        dtype,
+                        BK,
+                        STAGES,
+                        T_STAGES,
+                        IS_VARLEN,
+                        True,
+                        NORM,
+                        EPS,
+                    ),
                 ),
                 (
                     gates_role,

@@ -86,6 +86,12 @@ def power(x):
 
 
 @gluon.jit
+def inverse_power(x):
+    """1 / x, of powers of two in fp32 from 2^-126 to 2^126: by the sign of the exponent."""
+    return (0x7F000000 - x.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def masked(x, mask):
     """x, of a 16-bit dtype, where mask, of int16, is -1, and 0 where it is 0; two elements at once,
     where a select takes one."""

@@ -31,6 +31,7 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     here,
+    inverse_power,
     opaque,
     power,
     rounded,
@@ -87,14 +88,27 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
     o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
+    EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
+    if steep < 0:
+        row = vectors.index(base + EXPONENT).load(o_r.type.layout)
+        if q.dtype == gl.float16:
+            row = inverse_power(row)
+        column = vectors.index(base + D_VECTOR).load(o_c.type.layout)
+        P = P * ((row * opaque(-steep))[:, None] * column[None, :])
     if steep > 0:
         # Masked before the power, as it may overflow above the diagonal.
-        EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
         score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
         d = vectors.index(base + D_VECTOR).load(o_c.type.layout)
         lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
         P = P * power(gl.where(lower, score[:, None] - d[None, :], 0.0))
     return P
+
+
+@gluon.jit
+def decayed(S, decay):
+    if decay != 1.0:
+        S = S * opaque(decay)
+    return S
 
 
 @gluon.jit
@@ -183,8 +197,10 @@ def state_role(
         enter = scalar_of(numbers, ENTER)
         decay = scalar_of(numbers, DECAY)
         end = scalar_of(numbers, END)
-        if enter != 1.0:
-            S = S * opaque(enter)
+        if IS_HALF:
+            # Before S is rounded, because float16 may not hold S in the old frame.
+            if enter != 1.0:
+                S = S * opaque(enter)
         mbarrier.wait(tile_full.index(stage), phase)
         if IS_VARLEN:
             # T is written after the rows of k past the end have been set to zero (triangles.py).
@@ -209,8 +225,14 @@ def state_role(
                 p_s.index(t_stage).store(rounded(P, dtype))
                 fence_async_shared()
                 mbarrier.arrive(p_full.index(t_stage), count=1)
-        Sb = gl.convert_layout(S.to(dtype), OPERAND, assert_trivial=True)
+        Sb = S.to(dtype)
+        if not IS_HALF:
+            if enter != 1.0:
+                Sb = Sb * opaque(enter).to(dtype)
+        Sb = gl.convert_layout(Sb, OPERAND, assert_trivial=True)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)
+        if OUTPUT:
+            S = decayed(S, decay)
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
         v_tile = v_s.index(stage)
@@ -218,8 +240,9 @@ def state_role(
             v_tile = v_tile.slice(NUMBER * BV, BV, 1)
         v = v_tile.permute((1, 0)).load(PRODUCT)
         x = warpgroup_mma_wait(0, deps=[x])
-        if decay != 1.0:
-            S = S * opaque(decay)
+        if not OUTPUT:
+            # Before this wait, the assembler would insert another one for S (C7517).
+            S = decayed(S, decay)
         x = v.to(gl.float32) * c[None, :] - x * f[None, :]
         if IS_VARLEN:
             if left < CHUNK:
@@ -240,9 +263,11 @@ def state_role(
             o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
             if IS_HALF:
                 o = warpgroup_mma_wait(0, deps=[o])
-                if is_steep > 0:
+                if is_steep != 0:
                     d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
-                    o = o * power(d)[None, :]
+                    DOWN_SHIFT: gl.constexpr = 2.0**-100
+                    d = gl.where(is_steep < 0, inverse_power(d) * DOWN_SHIFT, power(d))
+                    o = o * d[None, :]
             uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
             mbarrier.wait(p_full.index(t_stage), t_phase)
             o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
@@ -250,7 +275,7 @@ def state_role(
             # The factor overwrites u, because two copies of u would spill.
             if OUTPUT:
                 o = warpgroup_mma_wait(0, deps=[o])
-            if is_steep > 0:
+            if is_steep != 0:
                 w = vectors.index(same * VECTORS + SCORE_VECTOR).load(TOKEN)
                 u = (u.to(gl.float32) * power(w)[None, :]).to(dtype)
         S = warpgroup_mma(gl.convert_layout(u, UPDATE, assert_trivial=True), k, S, is_async=True)
