@@ -102,7 +102,7 @@ def hopper_fwd_kernel(
     T_STAGES: gl.constexpr,
     STATE_REGISTERS: gl.constexpr,
     TRIANGLES_REGISTERS: gl.constexpr,
-    SINGLE_REGISTERS: gl.constexpr,
+    SINGLE: gl.constexpr,
     USE_SIGMOID: gl.constexpr,
     BN: gl.constexpr,
     BS: gl.constexpr,
@@ -133,12 +133,9 @@ def hopper_fwd_kernel(
     i_w = pid // BLOCKS // HV
     i_h = i_hv // (HV // H)
     # The columns that this block stores: the first, and the end. A map of keys begins with 0.
-    first_out = first_v
-    end_out = first_v * 0 + V
-    of_keys = first_v * 0
-    end_next = first_v * 0
-    i_n = i_w
-    i_state = i_w
+    first_out, end_out = first_v, first_v * 0 + V
+    of_keys, end_next = first_v * 0, first_v * 0
+    i_n, i_state = i_w, i_w
     # Of a segment: its window, and by columns whether its end differs from the next start.
     MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
     WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
@@ -182,8 +179,7 @@ def hopper_fwd_kernel(
         tokens = n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
     end_in = first_v * 0 + V
-    i_h0 = i_state.to(gl.int64)
-    i_ht = i_n.to(gl.int64)
+    i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
     if read_slots is not None and not IN_SEGMENTS:
         i_h0 = gl.load(read_slots + i_n).to(gl.int64)
         kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
@@ -226,9 +222,7 @@ def hopper_fwd_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = tile_full
-    if NORM:
-        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER) if NORM else tile_full
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
@@ -241,28 +235,20 @@ def hopper_fwd_kernel(
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
 
-    batch = i_b.to(gl.int64)
-    head = i_hv.to(gl.int64)
+    batch, head = i_b.to(gl.int64), i_hv.to(gl.int64)
     walk_row = first_row.to(gl.int64)
     p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
     p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
     p_o = o + batch * stride_ob + head * stride_oh + first_v
     # A role takes no None: in its place a pointer that the role does not use.
-    p_h0 = o
-    if h0 is not None:
-        p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h
-    p_ht = o
-    if ht is not None:
-        p_ht = ht + i_ht * stride_htn + head * stride_hth
+    p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
+    p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
     p_next = o
-    p_end = o
     if PART == "first" or PART == "later":
         p_next = starts + (next_slot.to(gl.int64) * HV + head) * (K * V)
     MAP: gl.constexpr = K * (K if K > V else V)
-    if PART == "later":
-        p_end = shifts + (i_w.to(gl.int64) * HV + head) * MAP
-    p_stops = o
-    p_stop_slots = cu_seqlens if IS_VARLEN else g
+    p_end = shifts + (i_w.to(gl.int64) * HV + head) * MAP if PART == "later" else o
+    p_stops, p_stop_slots = o, cu_seqlens if IS_VARLEN else g
     first_stop = i_h0
     if checkpoints is not None:
         p_stops = checkpoints + head * stride_ch
@@ -276,12 +262,8 @@ def hopper_fwd_kernel(
         p_ht = gl.where(of_keys == 1, shifts + slot * MAP, starts + (slot + HV) * (K * V))
 
     gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
-    p_A_log = g
-    p_dt_bias = g
-    if A_log is not None:
-        p_A_log = A_log + i_hv
-    if dt_bias is not None:
-        p_dt_bias = dt_bias + i_hv
+    p_A_log = A_log + i_hv if A_log is not None else g
+    p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
     HAS_H0: gl.constexpr = h0 is not None
     STORE_HT: gl.constexpr = ht is not None or not OUTPUT
     HAS_GATE: gl.constexpr = A_log is not None
@@ -389,7 +371,7 @@ def hopper_fwd_kernel(
                 ),
             ],
             [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
+            [TRIANGLES_REGISTERS, SINGLE, SINGLE],
         )
     else:
         gl.warp_specialize(
@@ -510,14 +492,7 @@ def hopper_fwd_kernel(
                 (norm_role, (norms, walk, dtype, BK, 1, STAGES, NORM, EPS)),
             ],
             [4, 4, 1, 1, 1, 1],
-            [
-                STATE_REGISTERS,
-                TRIANGLES_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-                SINGLE_REGISTERS,
-            ],
+            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE],
         )
     if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
         if pid == gl.num_programs(0) - 1:

@@ -119,7 +119,7 @@ def forward_launch(
         T_STAGES=2,
         STATE_REGISTERS=shape.state_registers,
         TRIANGLES_REGISTERS=shape.triangles_registers,
-        SINGLE_REGISTERS=shape.single_registers,
+        SINGLE=shape.single_registers,
         USE_SIGMOID=sigmoid,
         BN=BN,
         BS=BS,
