@@ -190,14 +190,14 @@ def test_which_rule_runs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_convolution_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, step, from_states = "causal_conv1d", "causal_conv1d_update", "conv_from_states"
-    ran = watch((plain, step, from_states), monkeypatch)
+    plain, from_states, step = "causal_conv1d", "conv_from_states", "layer_step"
+    ran = watch((plain, "causal_conv1d_update", from_states, step), monkeypatch)
     layer = make_layer()
     run_all(layer)
     layer(make_input(1, 2), cache=layer.make_cache(1))
     with torch.no_grad():
         layer(make_input(1, CONV_STEP_TOKENS), cache=layer.make_cache(1))
-    # conv_from_states calls the plain one itself.
+    # conv_from_states calls the plain one itself, and `layer_step` convolves.
     assert ran == [plain, plain, plain, plain, plain, from_states, plain, step]
 
 

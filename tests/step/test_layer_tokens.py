@@ -97,7 +97,7 @@ REAL_WINDOWS = [
     WindowCase(
         H=H, HV=HV, K=128, V=128, N=N, rows=16, max_tokens=D, dtype=BF16, pool=pool, v_first=True
     )
-    for H, HV, N in ((16, 32, 3), (4, 8, 9))
+    for H, HV, N in ((16, 32, 3), (4, 8, 5))
     for pool in (FP32, BF16)
     for D in (4, 8)
 ]
