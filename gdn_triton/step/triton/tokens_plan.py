@@ -53,8 +53,9 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
 # three launches take 7.8 to 12.8; 1024 programs take 32.8, where three launches take 27.3, because
 # every program repeats the convolution of q and k.
 MOST_PROGRAMS = {4: 256, 2: 0}
-# The same with a window. The kernel in an earlier form took 0.93 to 0.98 of the time of three
-# launches with up to 512 programs, and has not been timed since.
+# The same with a window. With 4/8 heads, float32 states and 2 or 4 tokens, the kernel took 0.93 to
+# 0.97 of the time of three launches for 1 and 8 sequences; with 16/32 heads, bfloat16 states and 2
+# tokens, 0.95 and 1.01. Its tests have not all run on a GPU.
 MOST_WINDOW_PROGRAMS = {4: 0, 2: 0}
 # The same for one token without a window, where `layer_step_kernel` is the other form. Not timed.
 MOST_ONE_TOKEN = {4: 0, 2: 0}
