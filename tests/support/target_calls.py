@@ -397,8 +397,7 @@ def run_layer_step(shape: Shape) -> None:
             calls.append(LayerCall(operands, options, records, positions))
             tokens = operands._replace(
                 mixed_qkv=torch.empty(N, 3, D + 8, dtype=shape.dtype)[..., 8:],
-                a=torch.empty(N, 3, HV),
-                b=torch.empty(N, 3, HV),
+                **dict.fromkeys("ab", torch.empty(N, 3, HV)),
                 gate=torch.empty(N, 3, HV, V) if v_first else None,
             )
             counters = torch.zeros(N, H, dtype=torch.int32)
