@@ -12,12 +12,14 @@ import argparse
 import re
 import time
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import torch
 from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounded_gradients
 from emulator.gluon import emulated
-from gluon_emulated import gluon_case, problem_of, table_of
+from gluon_emulated import gluon_case, problem_of
 from helpers import BF16, Case, assert_within_budget
 from narrow import Arithmetic
 from torch import Tensor
@@ -27,6 +29,7 @@ from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.walks import launch as walks
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
 from gdn_triton.constants import L2NORM_EPS
 
 WRITES = {
@@ -35,6 +38,24 @@ WRITES = {
 }
 # Few multiprocessors, so that a program of the gradients has several chunks.
 GPU = tiles.Gpu("cuda", 90, 3)
+
+
+def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
+    """As ``make_chunks``, of sequences of which none is skipped."""
+    assert skipped in ((), (None, -1))
+    if cu_seqlens is None:
+        return make_chunks(B, T, size)
+    offsets = cu_seqlens.tolist()
+    rows: list[tuple[int, int]] = []
+    firsts = [0]
+    for first, end in pairwise(offsets):
+        rows += [(row, min(end - row, size)) for row in range(first, end, size)]
+        firsts.append(len(rows))
+    rows += [(row, -min(T - row, size)) for row in range(offsets[-1], T, size)]
+    NT = max_chunks(T, len(offsets) - 1, size)
+    rows += [(0, 0)] * (NT - len(rows))
+    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, firsts)]
+    return ChunkTable(size, NT, NT, cu_seqlens, *tables)
 
 
 def normalized(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
