@@ -15,7 +15,7 @@ bits, because the order of that sum depends on the register layout of a head.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -225,6 +225,26 @@ def layer_form(p: LayerProblem) -> LayerForm:
 
 def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else tuple(x.stride())
+
+
+def parts_arguments(p: LayerProblem, x: LayerOperands) -> dict[str, Any]:
+    """Returns the fixed arguments of the convolution and of the norm, in kernels that compute the
+    norm in one program of a key head. x: the result of `one_token` or of `all_tokens`."""
+    gate = "zn zh zv" if x.mixed_qkv.dim() == 2 else "zn zt zh zv"
+    return {
+        **named("cn cc cw", strides(x.conv_state, 3)),
+        **named("wc ww", strides(x.conv_weight, 2)),
+        **named("bias", strides(x.conv_bias, 1)),
+        **named(gate, strides(x.gate, len(gate.split()))),
+        **named("norm", strides(x.norm_weight, 1)),
+        "W": max(p.W, 1),
+        "SILU": p.silu,
+        "GROUP_BLOCK": triton.next_power_of_2(p.HV // p.H),
+        "V_BLOCK": triton.next_power_of_2(p.V),
+        "NORM_EPS": p.norm_eps,
+        "SIGMOID": p.norm_sigmoid,
+        "NVIDIA": on_nvidia(),
+    }
 
 
 def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:

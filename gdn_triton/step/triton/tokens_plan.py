@@ -11,14 +11,13 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.taps import on_nvidia
 from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import eviction_policy, recurrent_form
 from gdn_triton.recurrent.triton.window_plan import launch_arguments, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import all_tokens, strides
+from gdn_triton.step.triton.kernel import all_tokens, parts_arguments, strides
 from gdn_triton.step.triton.tokens_kernel import layer_tokens_kernel
 from gdn_triton.step.triton.window_tokens import layer_window_kernel
 
@@ -91,22 +90,15 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         **named("dt", strides(x.dt_bias, 1)),
         **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
         **named("s", strides(x.read_slots, 1)),
-        **named("cn cc cw", strides(x.conv_state, 3)),
-        **named("wc ww", strides(x.conv_weight, 2)),
-        **named("bias", strides(x.conv_bias, 1)),
-        **named("zn zt zh zv", strides(x.gate, 4)),
-        **named("norm", strides(x.norm_weight, 1)),
+        **parts_arguments(p, x),
         H=p.H,
         HV=p.HV,
         K=p.K,
         V=p.V,
         T=p.T,
-        W=max(p.W, 1),
         BK=form.BK,
         BV=form.BV,
         BT=triton.next_power_of_2(p.T),
-        GROUP_BLOCK=triton.next_power_of_2(p.HV // p.H),
-        V_BLOCK=triton.next_power_of_2(p.V),
         FOLD=form.fold,
         FAST=form.fast,
         STATE_V_FIRST=p.state_v_first,
@@ -116,10 +108,6 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         USE_QK_L2NORM=p.use_qk_l2norm,
         BETA_FACTOR=2.0 if p.allow_neg_eigval else 1.0,
         LAST_SKIPPED=p.last_skipped,
-        SILU=p.silu,
-        NORM_EPS=p.norm_eps,
-        SIGMOID=p.norm_sigmoid,
-        NVIDIA=on_nvidia(),
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
         **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
@@ -181,19 +169,8 @@ def plan_window(
     fixed = {
         **step,
         **named("xn xt xc", strides(x.mixed_qkv, 3)),
-        **named("cn cc cw", strides(x.conv_state, 3)),
-        **named("wc ww", strides(x.conv_weight, 2)),
-        **named("bias", strides(x.conv_bias, 1)),
-        **named("zn zt zh zv", strides(x.gate, 4)),
-        **named("norm", strides(x.norm_weight, 1)),
-        "W": max(p.W, 1),
+        **parts_arguments(p, x),
         "ROWS": triton.next_power_of_2(p.T),
-        "SILU": p.silu,
-        "GROUP_BLOCK": triton.next_power_of_2(p.HV // p.H),
-        "V_BLOCK": triton.next_power_of_2(p.V),
-        "NORM_EPS": p.norm_eps,
-        "SIGMOID": p.norm_sigmoid,
-        "NVIDIA": on_nvidia(),
     }
     # The limit of registers of the rule's kernel is left out: it makes room for further programs,
     # which few sequences do not have, and the convolution would spill.

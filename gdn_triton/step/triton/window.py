@@ -23,13 +23,12 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named
-from gdn_triton._triton.taps import on_nvidia
 from gdn_triton._triton.tiles import UNFUSED
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.layer import finish_layer
 from gdn_triton.recurrent.triton.window_plan import make_launch, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import all_tokens, one_token, strides
+from gdn_triton.step.triton.kernel import all_tokens, one_token, parts_arguments, strides
 
 # The largest number of programs in one launch, by the bytes of an element of the states.
 MOST_PROGRAMS = {4: 256, 2: 1024}
@@ -108,20 +107,7 @@ def plan(
     p, x = problem, one_token(call.inputs)
     shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
     y = torch.empty(p.N, 1, p.HV, p.V, dtype=p.dtype, device=p.device)
-    layer = {
-        **named("cn cc cw", strides(x.conv_state, 3)),
-        **named("wc ww", strides(x.conv_weight, 2)),
-        **named("bias", strides(x.conv_bias, 1)),
-        **named("zn zh zv", strides(x.gate, 3)),
-        **named("norm", strides(x.norm_weight, 1)),
-        "W": max(p.W, 1),
-        "SILU": p.silu,
-        "GROUP_BLOCK": triton.next_power_of_2(p.HV // p.H),
-        "V_BLOCK": triton.next_power_of_2(p.V),
-        "NORM_EPS": p.norm_eps,
-        "SIGMOID": p.norm_sigmoid,
-        "NVIDIA": on_nvidia(),
-    }
+    layer = parts_arguments(p, x)
     launch, grid = make_launch(rule, views(rule, operands), y, layer), step_grid(rule)
     counts = p.W > 0 or p.has_norm
 

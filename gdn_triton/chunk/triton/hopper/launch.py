@@ -53,12 +53,6 @@ TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_regis
 ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
 
 
-def choose_shape(multiprocessors: int, states: float, V: int) -> Shape:
-    """One state of 64 columns a block, where even so each block has a multiprocessor of its own.
-    states: of 128 columns, at once. Both give the same bits."""
-    return ONE if V <= COLUMNS or 2 * states <= multiprocessors else TWO
-
-
 def shape_of_whole(multiprocessors: int, p: Problem) -> Shape:
     return TWO if states_of_whole(multiprocessors, p) == 2 else ONE
 

@@ -18,7 +18,7 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     state_tile,
     tma_readable,
 )
-from gdn_triton.chunk.triton.hopper.launch import ONE, Shape, choose_shape
+from gdn_triton.chunk.triton.hopper.launch import ONE, Shape
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
@@ -38,7 +38,8 @@ def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
     state a block, and two launches otherwise. No form changes a bit."""
     if 2 * states * -(-V // COLUMNS) <= multiprocessors:
         return Plan(("both",), ONE)
-    two = choose_shape(multiprocessors, states, V).states == 2
+    # With few states each block of one state has a multiprocessor of its own.
+    two = V > COLUMNS and 2 * states > multiprocessors
     return Plan(("forward", "back"), TWO if two else ONE)
 
 
