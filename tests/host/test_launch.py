@@ -5,8 +5,6 @@ silent. The child process is this file itself, on Triton's compiler with a drive
 what it is asked to run, for a GPU that need not be there; on a machine with a GPU it runs as well.
 """
 
-import json
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from recorded_launches import Counted, Recorder, said_by_child
+from recorded_launches import Counted, Recorder, said_by_child, say_outcomes
 
 from gdn_triton._triton.launch import MOST_VARIANTS, Launch
 from gdn_triton._triton.tiles import compiler
@@ -304,16 +302,5 @@ def test_what_cannot_be_fixed() -> None:
         Launch(apart_kernel, stride=1, BLOCK=16)
 
 
-def main() -> None:
-    said = {}
-    for check in CHECKS:
-        try:
-            globals()[check]()
-            said[check] = "held"
-        except Exception:
-            said[check] = traceback.format_exc()
-    print(json.dumps(said))
-
-
 if __name__ == "__main__":
-    main()
+    say_outcomes(globals()[check] for check in CHECKS)

@@ -2,15 +2,13 @@
 variant, the same descriptors, always. As in test_launch.py the child process is this file itself,
 on a driver that writes down what it is asked to run."""
 
-import json
-import traceback
 from typing import Any
 
 import pytest
 import torch
 import triton
 from packaging.version import Version
-from recorded_launches import Counted, EncodingRecorder, Recorder, said_by_child
+from recorded_launches import Counted, EncodingRecorder, Recorder, said_by_child, say_outcomes
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -239,16 +237,5 @@ def test_names() -> None:
         launch(GRID, **dict(reversed(given().items())))
 
 
-def main() -> None:
-    said = {}
-    for check in CHECKS:
-        try:
-            globals()[check]()
-            said[check] = "held"
-        except Exception:
-            said[check] = traceback.format_exc()
-    print(json.dumps(said))
-
-
 if __name__ == "__main__":
-    main()
+    say_outcomes(globals()[check] for check in CHECKS)

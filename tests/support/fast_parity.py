@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import math
 import multiprocessing
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from helpers import (
     BF16,
@@ -113,15 +113,9 @@ def make_call(
 @contextlib.contextmanager
 def set_for_a_while(name: str, value: str) -> Iterator[None]:
     """An environment variable, which gets its former value or none back."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
         yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 requested = partial(set_for_a_while, "GDN_BACKEND")  # a backend that refuses raises
