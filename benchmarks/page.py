@@ -28,6 +28,7 @@ from benchmarks.records import (
     GATES,
     LIBRARY,
     OURS,
+    OURS_LIBRARY,
     OURS_TRITON,
     PREFILL,
     RESULTS,
@@ -107,6 +108,7 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
             own = to_ours.pop(OURS_TRITON)
             for name, value in to_ours.items():
                 yield Ratio(*place, DEFAULT, name, case, value / own, own * time)
+            yield Ratio(*place, DEFAULT, OURS_LIBRARY, case, 1 / own, own * time)
 
 
 def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
@@ -160,6 +162,9 @@ def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
                 own = of_ours[LIBRARY]
                 place = device_of(head), what, LIBRARY, OURS_TRITON, case
                 yield Ratio(*place, of_ours[DEFAULT] / own, own)
+                own = of_ours[DEFAULT]
+                place = device_of(head), what, DEFAULT, OURS_LIBRARY, case
+                yield Ratio(*place, of_ours[LIBRARY] / own, own)
 
 
 def kind_of(records: list[Record]) -> str:
@@ -232,31 +237,26 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 
 def short_table(ratios: Iterable[Ratio]) -> str:
-    """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library; and for each card a sentence with the means of the default
-    install, which names another card."""
+    """For the default install and for the CUDA library a table of one card, that with the most
+    calls: a row for each kind of call. Both installs have the same decode step, which is in the
+    first table."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
-    by_default = groups(x for x in shown if x.install == DEFAULT)
-    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
-    dates = sorted({x.date for x in shown})
-    made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines = [
-        [what, *(cell(of_others.get(name)) for name in OTHERS)]
-        for (_, what, _), of_others in groups(shown).items()
-    ]
-    default: dict[str, list[str]] = {}
-    for (device, what, _), of_others in by_default.items():
-        found = [
-            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+    texts = []
+    for install, others_too in ((DEFAULT, (EITHER,)), (LIBRARY, ())):
+        of_install = [x for x in shown if x.install == install]
+        if not of_install:
+            continue
+        card = statistics.mode(x.device for x in of_install)
+        of_card = [x for x in shown if x.device == card and x.install in (install, *others_too)]
+        dates = sorted({x.date for x in of_card})
+        made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        lines = [
+            [what, *(cell(of_others.get(name)) for name in OTHERS)]
+            for (_, what, _), of_others in groups(of_card).items()
         ]
-        default.setdefault(device, []).append(f"{what}: {', '.join(found)}")
-    text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
-    for device, of_device in default.items():
-        place = "" if device == card else f" on one {device}"
-        means = "; ".join(of_device)
-        text += f"\nWithout the CUDA library, on Triton kernels, the means{place} are: {means}.\n"
-    return text
+        head = "Default install" if install == DEFAULT else "With the CUDA library"
+        texts.append(f"{head}, one {card}, {made}:\n\n" + rows.table(["call", *OTHERS], lines))
+    return "\n".join(texts)
 
 
 def losses_table(ratios: Iterable[Ratio]) -> str:

@@ -270,13 +270,9 @@ def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: P
         ("a GPU", DEFAULT, "FlashInfer"),
         ("a GPU", LIBRARY, "FLA"),
         ("a GPU", LIBRARY, "FlashInfer"),
+        ("a GPU", DEFAULT, page.OURS_LIBRARY),
         ("a GPU", LIBRARY, page.OURS_TRITON),
     }
-    assert page.parts([*files, added])["short"].endswith(
-        "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
-        "backward): FLA 1.50.\n\nWithout the CUDA library, on Triton kernels, the means on one new "
-        "are: Prefill, gates of a model: FLA **0.50**.\n"
-    )
 
 
 def test_tables_name_every_loss(files: list[Path]) -> None:
@@ -291,13 +287,15 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
         in (made["summary"])
     )
     assert made["short"] == (
-        "One a GPU, runs of 2026-01-01:\n\n"
+        "Default install, one a GPU, 2026-01-01:\n\n"
+        "| call | FLA | FlashInfer | FlashQLA |\n| --- | --- | --- | --- |\n"
+        "| Prefill, gates of a model | 1.50 (0 of 1) | **0.40** (1 of 1) | - |\n"
+        "| Decode step, float32 pool, value-first | - | **0.62** (1 of 1) | - |\n"
+        "| Training step (forward and backward) | 1.50 (0 of 1) | - | - |\n"
+        "\nWith the CUDA library, one a GPU, 2026-01-01:\n\n"
         "| call | FLA | FlashInfer | FlashQLA |\n| --- | --- | --- | --- |\n"
         "| Prefill, gates of a model | 3.00 (0 of 1) | **0.80** (1 of 1) | - |\n"
-        "| Decode step, float32 pool, value-first | - | **0.62** (1 of 1) | - |\n"
         "| Training step (forward and backward) | 3.00 (0 of 1) | - | - |\n"
-        "\nWithout the CUDA library, on Triton kernels, the means are: Prefill, gates of a model: "
-        "FLA 1.50, FlashInfer **0.40**; Training step (forward and backward): FLA 1.50.\n"
     )
     lost = [line.split(" | ")[:4] for line in made["losses"].splitlines()[2:]]
     assert [line[0].removeprefix("| ") for line in lost] == [
@@ -374,7 +372,7 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
     data = plot.plots(page.all_ratios(files))
     assert list(data) == ["prefill.svg", "decode.svg", "training.svg"]
     assert data["prefill.svg"]["rows"] == {
-        "16/32 1x8192, 100 us": {"FLA": 3.0, "gdn_triton Triton": 2.0, "FlashInfer": 0.8}
+        "16/32 1x8192, 200 us": {"FLA": 1.5, "FlashInfer": 0.4, "gdn_triton CUDA": 0.5}
     }
     assert data["decode.svg"]["panels"]["float32 pool"] == {
         "gdn_triton, key-first": {"8": 80.0},
@@ -382,15 +380,15 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
         "FlashInfer": {"8": 80.0},
     }
     assert data["training.svg"]["rows"] == {
-        "16/32 1x8192, 20 us": {"FLA": 3.0, "gdn_triton Triton": 2.0}
+        "16/32 1x8192, 40 us": {"FLA": 1.5, "gdn_triton CUDA": 0.5}
     }
-    mild = Ratio("GPU", "Prefill, mild gates", LIBRARY, "FLA", "2/8 1x2048", 2.0, 1.0)
+    mild = Ratio("GPU", "Prefill, mild gates", DEFAULT, "FLA", "2/16 1x2048", 2.0, 1.0)
     assert plot.plots([mild]) == {}, "a call that is not among those that are plotted"
 
 
 def test_a_plotted_case_is_of_its_last_run() -> None:
     """Another run's ratio would stand beside a time of ours that it has nothing to do with."""
-    place = "GPU", "Prefill, gates of a model", LIBRARY
+    place = "GPU", "Prefill, gates of a model", DEFAULT
     case = "16/32 4x8192, model gates"
     before = Ratio(*place, "FLA", case, 3.0, 200.0)
     last = Ratio(*place, "FlashQLA", case, 2.0, 100.0)

@@ -178,7 +178,8 @@ def hopper_fwd_kernel(
         i_state = i_n
         tokens = n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
-    end_in = first_v * 0 + V
+    # The slot of a sequence that does not exist may lie past the last state.
+    end_in = end_out if PART == "again" else first_v * 0 + V
     i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
     if read_slots is not None and not IN_SEGMENTS:
         i_h0 = gl.load(read_slots + i_n).to(gl.int64)
