@@ -330,7 +330,8 @@ def _check_accepted(p: LayerProblem, x: LayerOperands) -> None:
     if x.num_accepted_tokens is None or p.W == 0:
         return
     last, S = p.last_skipped, p.most_accepted
-    rows = x.read_slots.view(p.N, -1).tolist()
+    slots = x.read_slots if x.read_slots.dim() == 2 else x.read_slots[:, None]
+    rows = slots.tolist()
     for n, (row, accepted) in enumerate(zip(rows, x.num_accepted_tokens.tolist(), strict=True)):
         known = 1 <= accepted <= S
         if p.has_window and row[0] > last and not known:

@@ -31,9 +31,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def choose(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     """One launch, or three, for every number of sequences and of tokens."""
     most = 2**31 if at_once else 0
-    for name in ("MOST_PROGRAMS", "MOST_WINDOW_PROGRAMS", "MOST_ONE_TOKEN"):
+    for name in ("MOST_PROGRAMS", "MOST_DRAFTS", "MOST_ONE_TOKEN"):
         monkeypatch.setattr(tokens_plan, name, {4: most, 2: most})
-    monkeypatch.setattr(tokens_plan, "MOST_WINDOW_TOKENS", 8)
+    monkeypatch.setattr(tokens_plan, "MOST_WINDOW_PROGRAMS", dict.fromkeys((2, 4), (8, most)))
     monkeypatch.setattr(plans, "_plans", {})
 
 

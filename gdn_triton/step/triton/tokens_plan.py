@@ -11,7 +11,7 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import eviction_policy, recurrent_form
@@ -48,17 +48,19 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
 
 
 # The largest number of programs in one launch, by the bytes of an element of the states. Measured
-# on an H100 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.93 of the time of three
-# launches. With 512 programs 2 and 8 tokens take more, because every program repeats the
-# convolution of q and k.
+# on an H100 and an H200 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.97 of the time of
+# three launches, trees of 4 nodes 0.67 to 0.86. With 512 programs most calls take more, because
+# every program repeats the convolution of q and k.
 MOST_PROGRAMS = {4: 256, 2: 256}
+# The same with num_accepted_tokens and 4 drafts: 0.78 to 0.87.
+MOST_DRAFTS = {4: 128, 2: 256}
 # The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.75 of its time with
 # float32 states and 0.67 to 0.90 with bfloat16 states; with twice as many programs 1.1 to 1.25.
 MOST_ONE_TOKEN = {4: 256, 2: 512}
-# The same with a window and 2 to 4 tokens: 0.90 to 0.98 of the time of three launches with float32
-# states; with twice as many programs 1.1 to 1.2. 8 tokens take 0.97 to 1.15.
-MOST_WINDOW_PROGRAMS = {4: 256, 2: 0}
-MOST_WINDOW_TOKENS = 4
+# The largest numbers of tokens and of programs with a window: 0.90 to 0.99 of the time of three
+# launches. Twice as many programs take 1.0 to 1.25; 8 tokens, or 4 with bfloat16 states, take 0.94
+# to 1.15.
+MOST_WINDOW_PROGRAMS = {4: (4, 256), 2: (2, 512)}
 # With a window the order of the sums over K depends on the register layout of q and k, and the
 # layout on how many of their elements are known to be aligned: both forms have rows of multiples of
 # 16 elements.
@@ -73,6 +75,8 @@ def runs_at_once(p: LayerProblem) -> bool:
     if p.has_write_slots and not (p.every_token and p.N <= p.slots):
         return False
     most = MOST_ONE_TOKEN if p.T == 1 else MOST_PROGRAMS
+    if p.most_accepted > 0:
+        most = MOST_DRAFTS
     programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
     return programs <= most.get(p.state_dtype.itemsize, 0)
 
@@ -80,10 +84,10 @@ def runs_at_once(p: LayerProblem) -> bool:
 def window_runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
     """Returns whether a call of several tokens with a window runs `layer_window_kernel`. rule: the
     step of the recurrence."""
-    most = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, 0)
+    tokens, programs = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, (0, 0))
     has_parts = p.W > 0 or p.has_norm
     has_rows = p.W == 0 or (p.K % ALIGNED == 0 and p.V % ALIGNED == 0)
-    few = p.T <= MOST_WINDOW_TOKENS and step_grid(rule)[0] <= most
+    few = p.T <= tokens and step_grid(rule)[0] <= programs
     return has_parts and has_rows and p.has_tickets and few
 
 
@@ -124,9 +128,17 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
         **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
+        **_registers(p, form),
         num_warps=form.warps,
         num_stages=1,
     )
+
+
+def _registers(p: LayerProblem, form: TokensForm) -> dict[str, int]:
+    """Returns the limit of registers of a thread, with which two programs of 8 warps fit a
+    multiprocessor. No register is spilled with up to 4 tokens of 2 bytes."""
+    limited = p.T <= 4 and form.BK <= 128 and p.dtype.itemsize == 2 and compiler() == "cuda"
+    return {"maxnreg": 128} if limited else {}
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
