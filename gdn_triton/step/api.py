@@ -90,9 +90,9 @@ def layer_step(
             o.
         norm_weight: [V], float.
         counters: [slots, H], int32, contiguous, without a window: zeros before and after a call, in
-            which the programs of a call of several tokens count each other. All calls on these
-            pools may share them. None: such a call is three launches. A window has tickets of its
-            own.
+            which the programs of a call count each other. All calls on these pools may share them.
+            None: a call of several tokens is three launches, and one token is slower for few
+            sequences. A window has tickets of its own.
         norm_eps, norm_activation: eps and activation of `gdn_triton.rms_norm_gated`.
         allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
         use_qk_l2norm_in_kernel: normalise each q and k. The default is True, as in the models.
@@ -103,14 +103,14 @@ def layer_step(
 
     On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
     HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
-    float32. Two forms of such a call are one launch for few sequences and three launches for more,
-    with the same bits: one token with a window, and 2 to 8 tokens with value-first states of
-    float32 and no window. 2 to 8 tokens with a window, or with value-first states of 16 bits, and
-    calls with write_slots or parents, are three launches. Other calls, and all calls of the
-    reference backend, run the three functions above one after the other, each in the backend that
-    is chosen for it; `gdn_triton.explain_call` names the backends. On an accelerator the host reads
-    no contents, so a call can be captured in a CUDA graph. Under torch.compile a call is one
-    operator.
+    float32. These calls are one launch for few sequences and three launches for more, with the same
+    bits: one token with a window; 2 to 8 tokens with value-first states and counters, also with
+    num_accepted_tokens or with write_slots [N, T]; and with a window 2 to 4 tokens for states of
+    float32, 2 for states of 16 bits, where K and V are multiples of 16 and parents is None. With a
+    window more tokens, and trees, are three launches. Other calls, and all calls of the reference
+    backend, run the three functions above one after the other, each in the backend that is chosen
+    for it; `gdn_triton.explain_call` names the backends. On an accelerator the host reads no
+    contents, so a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the

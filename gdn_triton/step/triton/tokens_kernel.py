@@ -7,6 +7,11 @@ another: the time from token to token is that of the products with the state alo
 of a key head to finish writes the convolution's state of q and k, which the other programs read
 before, and computes the norms, which need all parts of a head. Tickets count the finished programs.
 No program waits for another program.
+
+With num_accepted_tokens a program also stores its part of the state after each token. Nodes of
+trees have slots of their own, which no program reads, so one program stores the convolution's state
+of q and k at once; a node whose parent is not the node before it loads its part of the parent's
+state, which the same program has stored.
 """
 
 import triton
