@@ -49,14 +49,16 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
 
 # The largest number of programs in one launch, by the bytes of an element of the states. Measured
 # on an H100 and an H200 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.97 of the time of
-# three launches, trees of 4 nodes 0.67 to 0.86. With 512 programs most calls take more, because
-# every program repeats the convolution of q and k.
+# three launches, with num_accepted_tokens 0.72 to 0.92, and trees 0.67 to 0.86. With 512 programs
+# most calls take more, because every program repeats the convolution of q and k.
 MOST_PROGRAMS = {4: 256, 2: 256}
-# The same with num_accepted_tokens and 4 drafts: 0.78 to 0.87.
-MOST_DRAFTS = {4: 128, 2: 256}
-# The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.75 of its time with
-# float32 states and 0.67 to 0.90 with bfloat16 states; with twice as many programs 1.1 to 1.25.
-MOST_ONE_TOKEN = {4: 256, 2: 512}
+# The same with num_accepted_tokens, or for trees, of more than FEW_TOKENS tokens: 0.71 to 0.91 with
+# 8 tokens, and up to 1.14 with twice as many programs, of which one fits a multiprocessor.
+MOST_DRAFTS = {4: 128, 2: 128}
+FEW_TOKENS = 4
+# The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.77 of its time with
+# float32 states and 0.67 to 0.77 with bfloat16 states; with twice as many programs 0.85 to 1.26.
+MOST_ONE_TOKEN = {4: 256, 2: 256}
 # The largest numbers of tokens and of programs with a window: 0.90 to 0.99 of the time of three
 # launches. Twice as many programs take 1.0 to 1.25; 8 tokens, or 4 with bfloat16 states, take 0.94
 # to 1.15.
@@ -74,9 +76,11 @@ def runs_at_once(p: LayerProblem) -> bool:
         return False
     if p.has_write_slots and not (p.every_token and p.N <= p.slots):
         return False
-    most = MOST_ONE_TOKEN if p.T == 1 else MOST_PROGRAMS
-    if p.most_accepted > 0:
+    most, has_drafts = MOST_PROGRAMS, p.most_accepted > 0 or p.has_write_slots
+    if has_drafts and p.T > FEW_TOKENS:
         most = MOST_DRAFTS
+    elif p.T == 1 and not has_drafts:
+        most = MOST_ONE_TOKEN
     programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
     return programs <= most.get(p.state_dtype.itemsize, 0)
 
@@ -137,7 +141,9 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
 def _registers(p: LayerProblem, form: TokensForm) -> dict[str, int]:
     """Returns the limit of registers of a thread, with which two programs of 8 warps fit a
     multiprocessor. No register is spilled with up to 4 tokens of 2 bytes."""
-    limited = p.T <= 4 and form.BK <= 128 and p.dtype.itemsize == 2 and compiler() == "cuda"
+    limited = (
+        p.T <= FEW_TOKENS and form.BK <= 128 and p.dtype.itemsize == 2 and compiler() == "cuda"
+    )
     return {"maxnreg": 128} if limited else {}
 
 
