@@ -39,7 +39,12 @@ REAL = [
     for H, HV, N in ((16, 32, 3), (4, 8, 20))
     for pool in (FP32, BF16)
 ]
-EVERY_CASE = [*CASES, *(pytest.param(case, marks=ON_GPU) for case in REAL)]
+
+
+def calls(*sizes: tuple[Any, ...]) -> list[Any]:
+    """Each small case with two of the sizes of a call, and each real one with all."""
+    some = [(case, *sizes[(i + j) % len(sizes)]) for i, case in enumerate(CASES) for j in (0, 1)]
+    return some + [pytest.param(case, *size, marks=ON_GPU) for case in REAL for size in sizes]
 
 
 def accepting(case: Case, device: str, T: int, S: int) -> dict[str, Any]:
@@ -68,8 +73,9 @@ def live_drafts(x: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize(("T", "S", "names"), [(1, 2, ()), (4, 4, ()), (3, 5, NORM), (5, 3, CONV)])
-@pytest.mark.parametrize("case", EVERY_CASE)
+@pytest.mark.parametrize(
+    ("case", "T", "S", "names"), calls((1, 2, ()), (4, 4, ()), (3, 5, NORM), (5, 3, CONV))
+)
 def test_drafts(case: Case, T: int, S: int, names: tuple[str, ...], device: str) -> None:
     """Both pools, over steps that accept other numbers of tokens."""
     x = without(accepting(case, device, T, S), *names)
@@ -131,8 +137,7 @@ def tree_of(N: int, T: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize(("T", "names"), [(1, ()), (4, NORM), (5, CONV), (9, ())])
-@pytest.mark.parametrize("case", EVERY_CASE)
+@pytest.mark.parametrize(("case", "T", "names"), calls((1, ()), (4, NORM), (5, CONV), (9, ())))
 def test_trees(case: Case, T: int, names: tuple[str, ...], device: str) -> None:
     """Nodes have slots of their own in both pools."""
     x, N = case.arguments(device, T), case.N
