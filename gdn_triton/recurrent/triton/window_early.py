@@ -142,10 +142,10 @@ def window_early_fwd_kernel(
     stride_gr: tl.constexpr, stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
-    twice: for the slot, and for the token, the state and its records. A barrier and a branch place
-    all loads before the instructions that wait for the token, because a program issues its
-    instructions in order. ptxas moves such instructions up across a barrier, but not across a
-    branch. DOT: the matrix units multiply the state, which has the 16-bit
+    twice: for the slot, and for the token, the state and its records. A barrier, with many columns
+    also a branch, places all loads before the instructions that wait for the token, because a
+    program issues its instructions in order. ptxas moves such instructions up across a barrier, but
+    not across a branch. DOT: the matrix units multiply the state, which has the 16-bit
     dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. The rows of a slot are
     contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
     cr.
@@ -243,8 +243,9 @@ def window_early_fwd_kernel(
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
     tl.debug_barrier()
-    if DOT:
-        # No program returns here, because N is the number of sequences. float32 states would spill.
+    if DOT and BV > 32:
+        # No program returns here, because N is the number of sequences. float32 states would spill,
+        # and with few columns the branch takes more time than the instructions moved up.
         if i_n >= N:
             return
 
