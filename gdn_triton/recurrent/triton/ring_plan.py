@@ -147,6 +147,8 @@ def step(p: RingProblem, x: RingOperands) -> None:
             KI=min(tile["BK"], form.KI),
             FI=min(tile["BK"], form.FI),
             DOT=form.dot,
+            RELEASE=False,
+            RECORDS_FIRST=form.records_first,
             **dependent_launch(gpu_of(p.device)),
             **UNFUSED,
             **tile,
@@ -187,6 +189,7 @@ def drafts(p: RingProblem, x: RingOperands) -> None:
             STAGES=min(tile["BK"] // KI, MOST_PIECES) + 1,
             EARLY=False,
             DEPENDENT=False,
+            RELEASE=False,
             # Triton 3.6 cannot compile the choice between two pointers for AMD's GPUs.
             ONE_LOAD=compiler() != "hip" and x.q.stride(-1) == x.k.stride(-1),
             **UNFUSED,
