@@ -125,7 +125,7 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
 def _releases(p: RecurrentProblem) -> bool:
     """Returns whether the programs of the next dependent launch may start before those of this step
     end. A step that has many states, and therefore several programs for each place on a
-    multiprocessor, then took up to 1 microsecond less on an H100. With few states some
+    multiprocessor, then took 1 microsecond less in a row of steps. With few states some
     multiprocessors got more programs than others, and float32 states were spilled."""
     return p.state_dtype.itemsize <= 2 and p.N * p.HV > FEW_STATES
 
