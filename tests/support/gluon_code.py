@@ -86,6 +86,11 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, FP16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
+    Call(Shape(256, 512, BF16, HV=8, full=False), N=4),
+    Call(Shape(192, 256, BF16, HV=8, full=True), N=4),
+    Call(Shape(256, 256, FP16, HV=8, full=False), N=4),
+    Call(Shape(200, 72, FP16, HV=8, full=True), N=4),
+    Call(Shape(256, 256, BF16, HV=8, full=True), N=4, pool=True),
 ]
 
 # The walks of the backward: both in a launch, or apart, in blocks of two states or of one. Their
@@ -125,7 +130,8 @@ def local_memory_of_state(sass: str) -> int:
     for at, line in enumerate(sass.splitlines()):
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = at
-        elif branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line):
+        elif branch := re.search(r"@!?U?P\d+\s+BRA\b.*`\((\.L_x_\d+)\)", line):
+            # Other branches return from waits, which repeat after the end of the code.
             branches.append((at, branch[1]))
         elif re.search(r"\b(LDL|STL)\b", line):
             local.append(at)
