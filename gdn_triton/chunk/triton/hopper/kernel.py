@@ -204,18 +204,20 @@ def hopper_fwd_kernel(
         # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
         fence_async_shared()
 
+    # With K above 128, queries and values have a ring of their own, and `ready` is full of both.
+    Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    q_s = gl.allocate_shared_memory(dtype, [1 if BK == 256 else STAGES, CHUNK, BK], KEYS)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], KEYS)
+    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, BK], KEYS)
+    v_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, COLUMNS], KEYS)
     t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     o_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], KEYS)
-    a_s = gl.allocate_shared_memory(gl.float16, [1 if BK < 256 else 2, CHUNK, CHUNK], KEYS)
-    x_s, blocks_s = a_s, a_s
+    a_s, x_s, blocks_s = p_s, p_s, p_s
     if BK < 256:
+        a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
         x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
         blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
@@ -223,13 +225,15 @@ def hopper_fwd_kernel(
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER) if NORM else tile_full
+    ready = tile_full
+    if NORM or BK == 256:
+        ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+        for s in gl.static_range(Q_STAGES):
+            mbarrier.init(ready.index(s), count=NORM_WARPS + 1 if NORM else 1)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
-        if NORM:
-            mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=STATES)
     for s in gl.static_range(T_STAGES):

@@ -9,7 +9,7 @@ from gdn_triton.chunk.triton.hopper.loader import loader_role
 from gdn_triton.chunk.triton.hopper.norms import norm_role
 from gdn_triton.chunk.triton.hopper.state import state_role
 from gdn_triton.chunk.triton.hopper.triangles import triangles_role
-from gdn_triton.chunk.triton.hopper.wide import pairs_role, queries_role, wide_state_role
+from gdn_triton.chunk.triton.hopper.wide import keys_role, pairs_role, queries_role, wide_state_role
 
 
 @gluon.jit
@@ -64,16 +64,13 @@ def run_roles(
     IS_VARLEN: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    a_s, x_s, blocks_s = scratch
-    q_s = states[1]
+    q_desc, k_desc, v_desc = descs
+    k_s, q_s, v_s, k_full, empty = tiles
     COLUMNS: gl.constexpr = STATES * BV
     if BK == 256:
-        BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-        q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-        q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-        mbarrier.init(q_full.index(0), count=1)
-        mbarrier.init(q_full.index(1), count=1)
-        mbarrier.init(q_empty.index(0), count=2)
+        q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(2):
+            mbarrier.init(q_empty.index(s), count=2)
         gl.warp_specialize(
             [
                 (
@@ -81,7 +78,7 @@ def run_roles(
                     (
                         states,
                         fulls,
-                        q_full,
+                        k_full,
                         q_empty,
                         o_desc,
                         ends,
@@ -107,37 +104,11 @@ def run_roles(
                 ),
                 (
                     pairs_role,
-                    (
-                        states,
-                        a_s,
-                        fulls,
-                        tiles[3],
-                        q_full,
-                        q_empty,
-                        walk,
-                        dtype,
-                        BK,
-                        0,
-                        STAGES,
-                        IS_VARLEN,
-                    ),
+                    (states, fulls, k_full, q_empty, walk, dtype, BK, 0, STAGES, IS_VARLEN),
                 ),
                 (
                     pairs_role,
-                    (
-                        states,
-                        a_s,
-                        fulls,
-                        tiles[3],
-                        q_full,
-                        q_empty,
-                        walk,
-                        dtype,
-                        BK,
-                        1,
-                        STAGES,
-                        IS_VARLEN,
-                    ),
+                    (states, fulls, k_full, q_empty, walk, dtype, BK, 1, STAGES, IS_VARLEN),
                 ),
                 (
                     gates_role,
@@ -159,21 +130,11 @@ def run_roles(
                         BETA_FACTOR,
                     ),
                 ),
+                (keys_role, (k_s, k_full, empty, k_desc, heads, walk, dtype, BK, STAGES)),
                 (
-                    loader_role,
-                    (
-                        tiles,
-                        descs,
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        False,
-                    ),
+                    queries_role,
+                    (q_s, v_s, fulls[0], q_empty, q_desc, v_desc, heads, walk, dtype, BK, BV),
                 ),
-                (queries_role, (q_s, q_full, q_empty, descs[0], heads, walk, dtype, BK)),
             ],
             [4, 4, 1, 1, 1],
             [TRIANGLES_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE],
@@ -216,7 +177,7 @@ def run_roles(
                     triangles_role,
                     (
                         inverses,
-                        (a_s.index(0), x_s, blocks_s),
+                        scratch,
                         walk,
                         dtype,
                         BK,
@@ -335,7 +296,7 @@ def run_roles(
                     triangles_role,
                     (
                         inverses,
-                        (a_s.index(0), x_s, blocks_s),
+                        scratch,
                         walk,
                         dtype,
                         BK,

@@ -3,8 +3,8 @@
 The state [64, 256] takes 128 registers of each thread of its warps, which have no room for its
 rounded copy. These warps round 32 columns at a time, and multiply each piece by keys and queries.
 Two warpgroups make T and P' of alternate chunks: with 256 channels of K, a single one takes longer
-for a chunk than the state. Shared memory holds keys and values of three chunks, and queries of one,
-which a warp of its own loads.
+for a chunk than the state. Shared memory holds keys of three chunks, and queries and values of two,
+each loaded by a warp of its own.
 """
 
 from triton.experimental import gluon
@@ -108,7 +108,7 @@ def reads_of(S, k, q, x, o, K: gl.constexpr, dtype: gl.constexpr, OPERAND: gl.co
 def wide_state_role(
     memory,
     fulls,
-    q_full,
+    k_full,
     q_empty,
     o_desc,
     ends,
@@ -132,7 +132,7 @@ def wide_state_role(
     IS_VARLEN: gl.constexpr,
 ):
     k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
-    tile_full, gates_full, t_full, p_full = fulls
+    q_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
     i_b, first_row, i_hv, first_v, first_out, end_in, end_out, _, _, rest_row = place
     p_o, p_h0, p_ht, _, _, _ = ends
@@ -164,7 +164,6 @@ def wide_state_role(
         S *= DOWN
         end = gl.full([], UP, gl.float32)
     o_tile = o_s.index(0)
-    q = q_s.index(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     t_stage = gl.to_tensor(0)
@@ -180,16 +179,16 @@ def wide_state_role(
         if IS_HALF:
             # Before S is rounded, because float16 may not hold S in the old frame.
             S = decayed(S, enter)
-        mbarrier.wait(tile_full.index(stage), phase)
+        mbarrier.wait(k_full.index(stage), phase)
         if IS_VARLEN:
             # T is written after the rows of k past the end have been set to zero (triangles.py).
             mbarrier.wait(t_full.index(t_stage), t_phase, pred=left < CHUNK)
-        mbarrier.wait(q_full.index(i & 1), (i // 2) & 1)
+        mbarrier.wait(q_full.index(t_stage), t_phase)
         k = k_s.index(stage)
+        q = q_s.index(t_stage)
         x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
         o = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
         x, o = reads_of(S, k, q, x, o, K, dtype, OPERAND)
-        mbarrier.arrive(q_empty.index(0), count=1)
         if not IS_HALF:
             if enter != 1.0:
                 x = x * opaque(enter)
@@ -206,13 +205,15 @@ def wide_state_role(
                 o = o * d[None, :]
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
-        v = v_s.index(stage).permute((1, 0)).load(PRODUCT)
+        v = v_s.index(t_stage).permute((1, 0)).load(PRODUCT)
         x = v.to(gl.float32) * c[None, :] - x * f[None, :]
         if IS_VARLEN:
             if left < CHUNK:
                 # Rows past the end belong to another sequence and may be NaN.
                 x = gl.where((o_t < left)[None, :], x, 0.0)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
+        # x was made of all of v.
+        mbarrier.arrive(q_empty.index(t_stage), count=1)
         mbarrier.wait(t_full.index(t_stage), t_phase)
         t = t_s.index(t_stage)
         p = p_s.index(t_stage)
@@ -274,10 +275,8 @@ def wide_state_role(
 @gluon.jit
 def pairs_role(
     memory,
-    a_s,
     fulls,
-    tile_full,
-    q_full,
+    k_full,
     q_empty,
     walk,
     dtype: gl.constexpr,
@@ -286,9 +285,10 @@ def pairs_role(
     STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    """T and P' of every second chunk. The inverse is made where T will be."""
+    """T and P' of every second chunk. The inverse is made where T will be, and A' is stored where
+    P' will be."""
     k_s, q_s, _, t_s, p_s, _, vectors, flags, empty = memory
-    _, gates_full, t_full, p_full = fulls
+    q_full, gates_full, t_full, p_full = fulls
     n_chunks, n_rows, _ = walk
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -302,6 +302,8 @@ def pairs_role(
     block = x_r // 16 + x_c * 0
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    # t_stage is always NUMBER where it is used. The compiler does not know this, and computes
+    # addresses where it needs them. Else it would keep all in registers of the whole loop.
     t_stage = gl.to_tensor(0)
     t_phase = gl.to_tensor(0)
     for i in range(n_chunks):
@@ -312,7 +314,7 @@ def pairs_role(
             # waited for because these warps skip its phases of the full barriers.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.wait(gates_full.index(stage), phase)
-            mbarrier.wait(tile_full.index(stage), phase)
+            mbarrier.wait(k_full.index(stage), phase)
             k = k_s.index(stage)
             if IS_VARLEN:
                 if left < CHUNK:
@@ -330,24 +332,21 @@ def pairs_role(
             past = gl.maximum(i - 2, 0)
             mbarrier.wait(empty.index(past % STAGES), (past // STAGES) & 1, pred=i >= 2)
             t = t_s.index(t_stage)
+            p = p_s.index(t_stage)
+            products = viewed(p, gl.float16, [CHUNK, CHUNK], KEYS)
             inverse = viewed(t, gl.float16, [CHUNK, CHUNK], KEYS)
             diagonal = viewed(t, gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
-            D, L, Z0, Z1 = blocks_of_inverse(
-                A, a_s.index(t_stage), inverse, diagonal, x_r, x_c, block
-            )
+            D, L, Z0, Z1 = blocks_of_inverse(A, products, inverse, diagonal, x_r, x_c, block)
             Z0, Z1 = warpgroup_mma_wait(0, deps=[Z0, Z1])
             t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype, FULL))
             fence_async_shared()
             mbarrier.arrive(t_full.index(t_stage), count=1)
 
             mbarrier.wait(q_full.index(t_stage), t_phase)
-            # With the number 0, which the assembler does not know to be 0. It would keep addresses
-            # of a place that it knows in registers of the whole loop.
-            q = q_s.index((here(n_rows) < 0).to(gl.int32))
-            P = scores(q, k, zero, vectors, base, steep, FULL)
-            mbarrier.arrive(q_empty.index(0), count=1)
+            P = scores(q_s.index(t_stage), k, zero, vectors, base, steep, FULL)
+            mbarrier.arrive(q_empty.index(t_stage), count=1)
             P = gl.where(row >= o_c[None, :], P, 0.0)
-            p_s.index(t_stage).store(rounded(P, dtype))
+            p.store(rounded(P, dtype))
             fence_async_shared()
             mbarrier.arrive(p_full.index(t_stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
@@ -355,14 +354,59 @@ def pairs_role(
 
 
 @gluon.jit
-def queries_role(q_s, q_full, q_empty, q_desc, place, walk, dtype: gl.constexpr, BK: gl.constexpr):
-    """Loads q of each chunk."""
+def keys_role(
+    k_s,
+    k_full,
+    empty,
+    k_desc,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads k of each chunk."""
     i_b, first_row, i_h, _, _ = place
     n_chunks, _, _ = walk
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    q = viewed(q_s.index(0), dtype, [1, CHUNK, 1, BK], ROWS)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
     for i in range(n_chunks):
-        mbarrier.wait(q_empty.index(0), (i & 1) ^ 1)
-        full = q_full.index(i & 1)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        full = k_full.index(stage)
         mbarrier.expect(full, BK * CHUNK * 2)
-        load_tile(q_desc, [i_b, first_row + i * CHUNK, i_h, 0], full, q)
+        k = viewed(k_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
+        load_tile(k_desc, [i_b, first_row + i * CHUNK, i_h, 0], full, k)
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def queries_role(
+    q_s,
+    v_s,
+    q_full,
+    q_empty,
+    q_desc,
+    v_desc,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+):
+    """Loads q and v of each chunk."""
+    i_b, first_row, i_h, i_hv, first_v = place
+    n_chunks, _, _ = walk
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for i in range(n_chunks):
+        row = first_row + i * CHUNK
+        mbarrier.wait(q_empty.index(stage), phase ^ 1)
+        full = q_full.index(stage)
+        mbarrier.expect(full, (BK + BV) * CHUNK * 2)
+        q = viewed(q_s.index(stage), dtype, [1, CHUNK, 1, BK], ROWS)
+        v = viewed(v_s.index(stage), dtype, [1, CHUNK, 1, BV], ROWS)
+        load_tile(q_desc, [i_b, row, i_h, 0], full, q)
+        load_tile(v_desc, [i_b, row, i_hv, first_v], full, v)
+        stage, phase = advance(stage, phase, 2)
