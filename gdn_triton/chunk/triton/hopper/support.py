@@ -22,7 +22,12 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
-# The same for the walks of the backward, whose chain of chunks is longer than that of the portable
+# The same with K above 128, where a program owns this many columns of a state: programs for each
+# multiprocessor.
+COLUMNS: Final = 64
+FEWEST_PROGRAMS: Final = 0.3
+
+# States of the walks of the backward, whose chain of chunks is longer than that of the portable
 # programs: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.24
 FEWEST_PACKED_WALKS: Final = 0.45
@@ -50,12 +55,15 @@ def hopper_refusal(problem: Problem) -> str | None:
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
+    few = f"too few for the kernel for compute capability 9.0 on {multiprocessors} multiprocessors."
+    if p.K > MOST_BACKWARD_KEYS:
+        programs = states * -(-p.V // COLUMNS)
+        if programs < FEWEST_PROGRAMS * multiprocessors:
+            return f"The call has {programs} times {COLUMNS} columns of a state, {few}"
+        return None
     is_cut = choose_cut(multiprocessors, p) is not None
     if states < FEWEST_STATES * multiprocessors and not is_cut:
-        return (
-            f"The call has {states} states (sequences times value heads), too few for the kernel "
-            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
-        )
+        return f"The call has {states} states (sequences times value heads), {few}"
     return None
 
 
