@@ -12,6 +12,8 @@ from choice_cases import problem
 from chunk_cases import call_with_state, check
 from helpers import BF16, FP16, Case, Inputs, cases, make_inputs, pieces, same_bits
 from hopper_cases import (
+    MANY_KEYS,
+    MANY_KEYS_PACKED,
     ODD_STRIDES,
     ONE_TO_ONE,
     ONE_TOKEN,
@@ -68,7 +70,8 @@ UNEVEN = {
         ({"v_dtype": FP16}, "all in bfloat16 or all in float16"),
         (dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.float32), "all in bfloat16 or"),
         ({"chunk_size": 32}, "chunk_size is 32"),
-        ({"K": 256}, "K is 256"),
+        ({"K": 256, "V": 512}, None),
+        ({"K": 264}, "K is 264"),
         ({"K": 60}, "K is 60"),
         ({"V": 100}, "V is 100"),
         ({"pool_dtype": torch.float32}, None),
@@ -77,6 +80,8 @@ UNEVEN = {
         ({"N": 1, "B": 1}, None),
         ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096, "K": 136}, "has 32 times 64 columns"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "K": 136, "V": 256}, None),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
     ],
 )
@@ -94,6 +99,7 @@ ONE_SEQUENCE = {"N": 1, "B": 1}
         ({}, False),
         (ONE_SEQUENCE | {"T": 8192}, True),
         (ONE_SEQUENCE | {"T": 8192, "batch_invariant": True}, False),
+        (ONE_SEQUENCE | {"T": 8192, "K": 136}, False),
         (ONE_SEQUENCE | {"T": 1024}, False),
         (ONE_SEQUENCE | {"T": 2048, "HV": 16}, True),
         (ONE_SEQUENCE | {"T": 4096, "HV": 1}, True),
@@ -245,6 +251,8 @@ CASES = [
     SMALL_PACKED,
     SEVERAL,
     ONE_TO_ONE,
+    MANY_KEYS,
+    MANY_KEYS_PACKED,
 ]
 
 
@@ -259,7 +267,7 @@ def test_regimes(case: Case, v_first: bool, dtype: torch.dtype) -> None:
 
 @hopper
 @pytest.mark.usefixtures("gluon")
-@pytest.mark.parametrize("case", cases([PACKED, CASES[0]]))
+@pytest.mark.parametrize("case", cases([PACKED, CASES[0], MANY_KEYS_PACKED]))
 def test_options(case: Case) -> None:
     x = make_inputs(case, BF16, "cuda", raw=True)
     heads = torch.linspace(-1, 1, case.HV, device="cuda")
@@ -303,7 +311,7 @@ def gates_of(kind: str, g: Tensor) -> Tensor:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("kind", ["none", "strong", "growing", "far", "infinite"])
-@pytest.mark.parametrize("case", cases([PACKED, CASES[3]]))
+@pytest.mark.parametrize("case", cases([PACKED, CASES[3], MANY_KEYS_PACKED]))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
     x = make_inputs(case, dtype, "cuda")
@@ -380,19 +388,20 @@ def test_not_a_number_before_a_window(name: str, monkeypatch: pytest.MonkeyPatch
 
 @hopper
 @pytest.mark.usefixtures("gluon")
-def test_same_bits() -> None:
+@pytest.mark.parametrize("case", cases([CASES[3], MANY_KEYS_PACKED]))
+def test_same_bits(case: Case) -> None:
     """Again; and each sequence alone, packed and padded, in blocks with one state."""
-    x = make_inputs(CASES[3], BF16, "cuda")
-    o, state = call_with_state(x, CASES[3])
+    x = make_inputs(case, BF16, "cuda")
+    o, state = call_with_state(x, case)
     for _ in range(5):
-        again, its_state = call_with_state(x, CASES[3])
+        again, its_state = call_with_state(x, case)
         assert same_bits(o, again) and same_bits(state, its_state)
-    offsets = CASES[3].offsets()
+    offsets = case.offsets()
     for n, inside in enumerate(pieces(o, offsets)):
-        if n not in (0, 1, 39):
+        if n not in (0, 1, case.N - 1):
             continue
         for packed in (True, False):
-            alone, its_state = call_with_state(alone_of(x, n, offsets, packed), CASES[3])
+            alone, its_state = call_with_state(alone_of(x, n, offsets, packed), case)
             assert same_bits(inside, alone) and same_bits(state[n], its_state[0])
 
 
@@ -407,18 +416,19 @@ def alone_of(x: Inputs, n: int, offsets: list[int], packed: bool) -> Inputs:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_not_a_number(name: str) -> None:
+@pytest.mark.parametrize(("case", "number"), [(PACKED, 7), (MANY_KEYS_PACKED, 2)])
+def test_not_a_number(name: str, case: Case, number: int) -> None:
     """A NaN changes no sequence but its own, whose tokens before it are in another chunk."""
-    x = make_inputs(PACKED, BF16, "cuda")
-    o, state = call_with_state(x, PACKED)
-    first = PACKED.offsets()[7]
+    x = make_inputs(case, BF16, "cuda")
+    o, state = call_with_state(x, case)
+    first = case.offsets()[number]
     broken = getattr(x, name).clone()
     broken[:, first + 70] = torch.nan
-    found, its_state = call_with_state(x.but(**{name: broken}), PACKED)
+    found, its_state = call_with_state(x.but(**{name: broken}), case)
     kept = torch.ones(o.shape[1], dtype=torch.bool, device="cuda")
-    kept[first + 64 : PACKED.offsets()[8]] = False
+    kept[first + 64 : case.offsets()[number + 1]] = False
     assert same_bits(found[:, kept], o[:, kept])
-    others = torch.arange(PACKED.N, device="cuda") != 7
+    others = torch.arange(case.N, device="cuda") != number
     assert same_bits(its_state[others], state[others])
     assert found[:, first + 70].isnan().any()
 

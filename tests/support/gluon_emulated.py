@@ -13,6 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -257,6 +258,14 @@ FORWARD = [
     (gluon_case("wide", T=460, K=40, V=72, HV=1), "returning", launch.ONE, BF16, 2),
     # The later segments of one sequence have all slots, and there are programs for another.
     (gluon_case("alone", lengths=(257, 17), K=40, V=72, HV=1), "mild", launch.ONE, BF16, 1),
+    (
+        gluon_case("keys", lengths=(0, 70, 330), orphans=70, HV=1, K=200, V=72),
+        "far",
+        launch.WIDE,
+        BF16,
+        0,
+    ),
+    (gluon_case("keys", T=330, HV=1, K=256, V=64), "steep", launch.WIDE, FP16, 0),
 ]
 
 
@@ -311,6 +320,10 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
     shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
     races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])
+    if draw.random() < 0.2:
+        sizes["K"] = draw.choice([136, 192, 256])
+        case = replace(case, K=sizes["K"])
+        shape, segments = launch.WIDE, 0
     norm = draw.random() < 0.25
     name = f"forward-random-{seed}-{gates}-{shape.states}-{dtype}-segments-{segments}-{sizes}"
     name += "-norm" * norm

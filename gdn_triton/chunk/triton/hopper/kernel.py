@@ -23,12 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper import places
-from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
-from gdn_triton.chunk.triton.hopper.loader import loader_role
+from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_role
-from gdn_triton.chunk.triton.hopper.state import state_role
-from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
+from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS
+from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE
 
 
 @gluon.jit(
@@ -206,30 +205,36 @@ def hopper_fwd_kernel(
         # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
         fence_async_shared()
 
+    # With K above 128, queries and values have a ring of their own, and `ready` is full of both.
+    Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], KEYS)
+    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, BK], KEYS)
+    v_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, COLUMNS], KEYS)
     t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     o_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], KEYS)
-    a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
-    x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
-    blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
+    a_s, x_s, blocks_s = p_s, p_s, p_s
+    if BK < 256:
+        a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
+        x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
+        blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
     flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER) if NORM else tile_full
+    ready = tile_full
+    if NORM or BK == 256:
+        ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+        for s in gl.static_range(Q_STAGES):
+            mbarrier.init(ready.index(s), count=NORM_WARPS + 1 if NORM else 1)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
-        if NORM:
-            mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=STATES)
     for s in gl.static_range(T_STAGES):
@@ -265,10 +270,6 @@ def hopper_fwd_kernel(
     gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
     p_A_log = A_log + i_hv if A_log is not None else g
     p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
-    HAS_H0: gl.constexpr = h0 is not None
-    STORE_HT: gl.constexpr = ht is not None or not OUTPUT
-    HAS_GATE: gl.constexpr = A_log is not None
-    HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
     walk = (n_chunks, n_rows, n_rest)
     fulls = (ready, gates_full, t_full, p_full)
@@ -283,218 +284,26 @@ def hopper_fwd_kernel(
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
     ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
     stops = (p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv)
-    HAS_STOPS: gl.constexpr = checkpoints is not None and OUTPUT
-    HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
-    ZERO_ROWS: gl.constexpr = (IS_VARLEN or read_slots is not None) and not IN_SEGMENTS
-    if STATES == 1:
-        gl.warp_specialize(
-            [
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (
-                        inverses,
-                        scratch,
-                        walk,
-                        dtype,
-                        BK,
-                        STAGES,
-                        T_STAGES,
-                        IS_VARLEN,
-                        True,
-                        NORM,
-                        EPS,
-                    ),
-                ),
-                (
-                    gates_role,
-                    (
-                        factors,
-                        gate_inputs,
-                        p_A_log,
-                        p_dt_bias,
-                        walk,
-                        scale,
-                        dtype,
-                        RCP_LN2,
-                        FLOOR,
-                        THRESHOLD,
-                        STAGES,
-                        HAS_GATE,
-                        HAS_DT_BIAS,
-                        USE_SIGMOID,
-                        BETA_FACTOR,
-                    ),
-                ),
-                (
-                    loader_role,
-                    (
-                        tiles,
-                        (q_desc, k_desc, v_desc),
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        OUTPUT,
-                    ),
-                ),
-            ],
-            [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE, SINGLE],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        1,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (
-                        inverses,
-                        scratch,
-                        walk,
-                        dtype,
-                        BK,
-                        STAGES,
-                        T_STAGES,
-                        IS_VARLEN,
-                        True,
-                        NORM,
-                        EPS,
-                    ),
-                ),
-                (
-                    gates_role,
-                    (
-                        factors,
-                        gate_inputs,
-                        p_A_log,
-                        p_dt_bias,
-                        walk,
-                        scale,
-                        dtype,
-                        RCP_LN2,
-                        FLOOR,
-                        THRESHOLD,
-                        STAGES,
-                        HAS_GATE,
-                        HAS_DT_BIAS,
-                        USE_SIGMOID,
-                        BETA_FACTOR,
-                    ),
-                ),
-                (
-                    loader_role,
-                    (
-                        tiles,
-                        (q_desc, k_desc, v_desc),
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        OUTPUT,
-                    ),
-                ),
-                (norm_role, (norms, walk, dtype, BK, 0, STAGES, NORM, EPS)),
-                (norm_role, (norms, walk, dtype, BK, 1, STAGES, NORM, EPS)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE],
-        )
+    run_roles(
+        *(states, fulls, inverses, scratch, tiles, norms, factors),
+        *((q_desc, k_desc, v_desc), o_desc, heads, place, walk),
+        *(ends, stops, strides, gate_inputs, p_A_log, p_dt_bias, scale),
+        *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
+        *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
+        *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED, PART),
+        OUTPUT=OUTPUT,
+        HAS_H0=h0 is not None,
+        STORE_HT=ht is not None or not OUTPUT,
+        HAS_GATE=A_log is not None,
+        HAS_DT_BIAS=dt_bias is not None,
+        USE_SIGMOID=USE_SIGMOID,
+        HAS_STOPS=checkpoints is not None and OUTPUT,
+        HAS_STOP_SLOTS=checkpoint_slots is not None,
+        ZERO_ROWS=(IS_VARLEN or read_slots is not None) and not IN_SEGMENTS,
+        WINDOWS=WINDOWS,
+        IS_VARLEN=IS_VARLEN,
+        NORM=NORM,
+    )
     if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
         if pid == gl.num_programs(0) - 1:
             gdc_wait()

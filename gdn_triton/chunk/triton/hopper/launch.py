@@ -51,9 +51,13 @@ class Shape(NamedTuple):
 TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
 # The only state has the registers that are left, at most 256.
 ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
+# For K > 128: two warpgroups make triangles. The state has the registers that are left.
+WIDE = Shape(states=1, state_registers=248, triangles_registers=112, single_registers=40)
 
 
 def shape_of_whole(multiprocessors: int, p: Problem) -> Shape:
+    if p.K > 128:
+        return WIDE
     return TWO if states_of_whole(multiprocessors, p) == 2 else ONE
 
 
@@ -82,7 +86,7 @@ def forward_launch(
     norm: bool,
 ) -> TileLaunch:
     """The strides of g, beta and o are those of a token and a head."""
-    BK = 64 if K <= 64 else 128
+    BK = 64 if K <= 64 else 128 if K <= 128 else 256
     options = {"launch_pdl": True} if dependent else {}
     return TileLaunch(
         hopper_fwd_kernel,

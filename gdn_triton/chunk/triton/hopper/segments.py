@@ -209,8 +209,9 @@ def best_cut(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> Cut | N
 
 def choose_cut(multiprocessors: int, problem: Problem) -> Cut | None:
     """Returns None if sequences stay whole. The sizes of the whole call decide, and the longest
-    sequences if the host knows them. The batch-invariant mode cuts nothing."""
+    sequences if the host knows them. The batch-invariant mode cuts nothing, and maps have no room
+    for more than 128 channels of K."""
     p = problem
-    if p.batch_invariant or p.N > MOST_SEQUENCES or 0 in (p.N, p.HV, p.V, p.B * p.T):
+    if p.batch_invariant or p.N > MOST_SEQUENCES or 0 in (p.N, p.HV, p.V, p.B * p.T) or p.K > 128:
         return None
     return best_cut(multiprocessors, lengths_of(p), p.HV, p.V)
