@@ -128,14 +128,27 @@ def test_calls_that_are_cut(change: dict[str, Any], is_cut: bool) -> None:
 @pytest.mark.parametrize("T", [600, 4000, 33000, 2**20])
 @pytest.mark.parametrize("longest", [(0, 0, 0), (0.5, 0.2, 0.1), (0.9, 0.02, 0)])
 def test_cuts(HV: int, V: int, T: int, longest: tuple[float, ...]) -> None:
-    """The first segment is the longest, and some sequence is longer. The kernels rely on the
-    former: a sequence has at most one later segment for each ``rest`` chunks of its own."""
+    """No segment is short, and some sequence is longer than the first one."""
     tokens = [int(T * share) for share in longest]
     p = replace(COMMON, B=1, T=T, N=4, HV=HV, V=V, is_varlen=True, longest=(*tokens,))
     cut = choose_cut(132, p)
     if cut is not None:
-        assert 4 <= cut.rest <= cut.first < max(chunks for chunks, _ in lengths_of(p))
+        assert 4 <= cut.rest and 4 <= cut.first < max(chunks for chunks, _ in lengths_of(p))
         assert V > 64 or (cut.first_states, cut.later_states) == (1, 1)
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 1), Cut(4, 2), Cut(2, 4), Cut(1, 7)])
+@pytest.mark.parametrize("lengths", [(2000,), (129,) * 9, (0, 70, 700, 1), (65, 64, 66, 513)])
+def test_slots(lengths: tuple[int, ...], cut: Cut) -> None:
+    """Packed sequences never have more segments after their first ones than there are slots."""
+    from gdn_triton.chunk.triton.hopper.launch import make_segments
+
+    sizes = {"B": 1, "T": sum(lengths), "N": len(lengths), "is_varlen": True}
+    p = replace(COMMON, **sizes, device=torch.device("cpu"))
+    segments = make_segments(p, cut)
+    counts = [-(-max(n - 64 * cut.first, 0) // (64 * cut.rest)) for n in lengths]
+    assert sum(counts) <= segments.slots == segments.NS <= segments.BS
+    assert sum(count > 1 for count in counts) <= segments.most_long
 
 
 @pytest.mark.parametrize(
@@ -318,7 +331,12 @@ def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
     check(case, x.but(g=gates_of(kind, x.g)), "cuda")
 
 
-CUTS = [Cut(1, 1), Cut(3, 1, first_states=2, later_states=2), Cut(2, 2, later_states=2)]
+CUTS = [
+    Cut(1, 1),
+    Cut(1, 2, first_states=2),
+    Cut(3, 1, first_states=2, later_states=2),
+    Cut(2, 2, later_states=2),
+]
 
 
 @hopper

@@ -186,6 +186,8 @@ def check_forward(
     with (
         mock.patch.object(launch, "shape_of_whole", lambda *_: shape),
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
+        # Few multiprocessors, so that packed sequences are ordered.
+        mock.patch.object(launch, "gpu_of", lambda _: Gpu("cuda", 90, 2)),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
         mock.patch.object(

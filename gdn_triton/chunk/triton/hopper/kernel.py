@@ -118,7 +118,7 @@ def hopper_fwd_kernel(
     if PART != "whole" and PART != "again":
         # The next kernel of the stream may begin when all programs of this one have.
         gdc_launch_dependents()
-    if PART == "later" or PART == "again":
+    if PART == "again":
         gdc_wait()
     COLUMNS: gl.constexpr = STATES * BV
     # A block of a map has columns of b, or after them columns of M.
@@ -128,25 +128,24 @@ def hopper_fwd_kernel(
     pid = gl.program_id(0)
     block = pid % BLOCKS
     first_v = block * COLUMNS
-    i_hv = pid // BLOCKS % HV
-    i_w = pid // BLOCKS // HV
+    i_hv, i_w = pid // BLOCKS % HV, pid // BLOCKS // HV
     i_h = i_hv // (HV // H)
     # The columns that this block stores: the first, and the end. A map of keys begins with 0.
     first_out, end_out = first_v, first_v * 0 + V
-    of_keys, end_next = first_v * 0, first_v * 0
+    of_keys, end_next, n_rest = first_v * 0, first_v * 0, 0
     i_n, i_state = i_w, i_w
     # Of a segment: its window, and by columns whether its end differs from the next start.
     MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
     WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
     p_marks = windows + i_hv * MARKS if WINDOWS else o
     if IN_SEGMENTS:
-        n_rest = 0
         if PART == "again":
+            if places.none_differs(i_w, p_marks, block + 1, HV * MARKS, NS, BS, IS_VARLEN):
+                return
             i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
                 *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
                 *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
             )
-            end_out = gl.where(n_rows > 0, V, 0)
         else:
             i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
                 *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
@@ -165,17 +164,19 @@ def hopper_fwd_kernel(
                     *(p_marks, block, of_keys, first_row, n_rows, p_log2, stride_gt),
                     *(A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD),
                 )
-            end_out = gl.where(of_keys == 1, K, V) * (n_rows > 0).to(gl.int32)
+            end_out = gl.where(of_keys == 1, K, V)
         if PART == "later":
-            end_out = is_last * V * (n_rows > 0).to(gl.int32)
-            if WINDOWS:
-                end_next = gl.where(gl.load(p_marks, mask=inner > 0, other=0) > 0, V, 0)
+            end_out, end_next = is_last * V, inner * V
+        if n_rows == 0:
+            if PART == "later":  # The next kernel waits for this one alone, not for the fold.
+                gdc_wait()
+            return
     else:
         if ORDERED:
-            i_n = places.longest_first(i_w, cu_seqlens, N, BN)
-        i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
-        i_state = i_n
-        tokens = n_rows * 0
+            i_n, i_b, first_row, n_rows, n_rest = places.longest_first(i_w, cu_seqlens, T, N, BN)
+        else:
+            i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
+        i_state, tokens = i_n, n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
     # The slot of a sequence that does not exist may lie past the last state.
     end_in = end_out if PART == "again" else first_v * 0 + V

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton.chunk.triton.hopper.gates import (
     C_VECTOR,
@@ -172,6 +173,11 @@ def state_role(
     DOWN: gl.constexpr = 0.0625 if IS_HALF else 5.9604644775390625e-08
     S = gl.zeros([BV, BK], gl.float32, STATE)
     end = gl.to_tensor(1.0)
+    if PART == "later":
+        # For the starts. The other warps read inputs alone, and begin before the fold has ended.
+        gdc_wait()
+        if WINDOWS:
+            end_next = gl.where(gl.load(p_marks, mask=end_next > 0, other=0) > 0, end_next, 0)
     if HAS_H0:
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
