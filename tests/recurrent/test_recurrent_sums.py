@@ -131,7 +131,7 @@ def test_sum_of_rows(V: int, warps: int, device: str) -> None:
 
 
 # Bytes of all states of a call: a few, more, those that fit the cache, and still more.
-STATE_BYTES = [0, 2**22, 2**23, 2**24, 2**28]
+STATE_BYTES = [0, 2**22, 2**23, 2**24, 2**25, 2**28]
 
 
 @pytest.mark.parametrize("one_token", [False, True])
@@ -197,7 +197,8 @@ def test_forms_of_the_common_head() -> None:
         assert form == RecurrentForm(tile, 1, rows, fold, **narrow)
     for state_bytes, tile, rows, fold in (
         (0, Tile(128, 16, 1, 1), 16, 0),
-        (2**24, Tile(128, 64, 4, 1), 1, 4),
+        (2**24, Tile(128, 32, 2, 1), 16, 0),
+        (2**25, Tile(128, 64, 4, 1), 1, 4),
     ):
         form = recurrent_form(128, 128, False, 4, state_bytes=state_bytes)
         assert form == RecurrentForm(tile, 1, rows, fold, words=True, fast=True)

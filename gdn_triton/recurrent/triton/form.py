@@ -108,8 +108,9 @@ def _key_first_form(
 ) -> RecurrentForm:
     """Returns the form of key-first states. A thread adds every n-th row of a column, where n is
     `shared`, the number of sums that threads then add. With few states one warp has all rows of a
-    few columns. Otherwise a program reads rows of 256 bytes of a float32 state, and its warps share
-    the sums, or rows of 64 bytes of a 16-bit state in one warp."""
+    few columns, and with more float32 states two warps have twice these. Otherwise a program reads
+    rows of 256 bytes of a float32 state, and its warps share the sums, or rows of 64 bytes of a
+    16-bit state in one warp."""
     narrow, registers = itemsize == 2, None
     if narrow:
         # One warp has registers for 128 rows. With two warps, 256 rows spilled in calls of several
@@ -130,6 +131,8 @@ def _key_first_form(
     few_columns = 128 // shared
     if is_step and few and few_columns < BV and shared <= 16:
         tile, rows = Tile(BK, few_columns, 1, 1), BK // shared
+    elif is_step and not narrow and state_bytes < 2 * FEW_STATES and 2 * few_columns < BV:
+        tile, rows = Tile(BK, 2 * few_columns, 2, 1), BK // shared
     fold = _log2(BK // shared // rows)
     return RecurrentForm(tile=tile, rows=rows, fold=fold, ordered=narrow, words=True, fast=True)
 
