@@ -19,8 +19,9 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import layer, plot, rows, vllm_engine
+from benchmarks import decode, layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
+from benchmarks.decode import keeps_last_state
 from benchmarks.peers import PEERS
 from benchmarks.records import (
     DEFAULT,
@@ -113,7 +114,7 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
 
 def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
     """Ratios for each of our layouts to the fastest variant that another package has for such a
-    pool."""
+    pool. Variants that write only the last of several states are compared with one another."""
     device = device_of(head_of(records))
     for record in records:
         if record["kind"] != "decode":
@@ -127,7 +128,9 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
             what = f"{step}, {record['pool']} pool, {name.split(', ', 1)[1]}"
             case = f"{record['sequences']} sequences, {record['heads']}"
             case = labelled(case, gates_of(record))
-            for other, value in best(times | {ROOF: record["roof"]}).items():
+            last = keeps_last_state(name, tokens)
+            alike = {x: t for x, t in times.items() if keeps_last_state(x, tokens) == last}
+            for other, value in best(alike | {ROOF: record["roof"]}).items():
                 if other != OURS:
                     yield Ratio(device, what, EITHER, other, case, value / own, own)
 
@@ -361,6 +364,8 @@ def kinds_table(files: Iterable[Path]) -> str:
 STEPS = {
     "gdn_triton, value-first": "value-first",
     "gdn_triton, key-first": "key-first",
+    "gdn_triton, value-first, last state": "value-first",
+    "gdn_triton, key-first, last state": "key-first",
     "gdn_triton, value-first, with a window": "value-first, window",
     "gdn_triton, key-first, with a window": "key-first, window",
 }
@@ -376,22 +381,27 @@ def decode_table(files: Iterable[Path]) -> str:
     head = head_of(records)
     steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
     gates = {gates_of(x) for x in steps}
+    shown_columns = (*dict.fromkeys(STEPS.values()), "FlashInfer", "FLA")
     lines = []
     for x in steps:
         if gates_of(x) != min(gates):
             continue
-        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
-        shown = {STEPS[name]: value for name, value in times.items() if name in STEPS}
-        shown |= {name: value for name, value in best(times).items() if name in OTHERS}
-        least = min(shown.values())
         tokens = x.get("tokens", 1)
-        cells = [f"{x['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")]
-        cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
-        for name in (*STEPS.values(), "FlashInfer", "FLA"):
-            cell = f"{shown[name]:.1f}" if name in shown else "-"
-            cells.append(f"**{cell}**" if shown.get(name) == least else cell)
-        lines.append(cells)
-    columns = ["sequences", "H / HV", "states", "roof", *STEPS.values(), "FlashInfer", "FLA"]
+        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
+        for last in (False, True):
+            alike = {name: t for name, t in times.items() if keeps_last_state(name, tokens) == last}
+            shown = {STEPS[name]: t for name, t in alike.items() if name in STEPS}
+            if not shown:
+                continue
+            shown |= {name: t for name, t in best(alike).items() if name in OTHERS}
+            least = min(shown.values())
+            cells = [decode.sequences_of(x) + (", last state" if last else "")]
+            cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
+            for name in shown_columns:
+                cell = f"{shown[name]:.1f}" if name in shown else "-"
+                cells.append(f"**{cell}**" if shown.get(name) == least else cell)
+            lines.append(cells)
+    columns = ["sequences", "H / HV", "states", "roof", *shown_columns]
     names = {key: peer.name for key, peer in PEERS.items()}
     versions = [f"{names.get(x, x)} {v}" for x, v in head["implementations"].items() if x != OURS]
     text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import backward, page, plot, rows
-from benchmarks.records import DEFAULT, EITHER, LIBRARY, Ratio, Run
+from benchmarks.records import DEFAULT, EITHER, LIBRARY, ROOF, Ratio, Run
 from benchmarks.report import Report
 
 HEADER = {
@@ -340,6 +340,33 @@ def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> No
         f"{call}, {x}" for call in ("Decode step", "Step of 4 drafts") for x in layouts
     ]
     assert "| 8 x 4 tokens | 16/32 | float32 |" in page.decode_table([path])
+
+
+def test_last_states_are_compared_with_last_states(files: list[Path], tmp_path: Path) -> None:
+    """Of several tokens FLA writes the last state alone, as a row of ours does."""
+    head, step, _ = page.read(files[2])
+    last = {
+        "gdn_triton, key-first, last state": {"time": 6.0},
+        "FlashInfer, last state, value-first": {"time": 9.0},
+        "FLA, states": {"time": 3.0},
+    }
+    drafts = {**step, "tokens": 4, "results": step["results"] | last}
+    path = write_records(tmp_path / "drafts.jsonl", [head, drafts])
+    found = {(x.what.split(", ", 2)[2], x.other): x.value for x in page.all_ratios([path])}
+    assert found == {
+        ("key-first", "FlashInfer"): 1.0,
+        ("key-first", ROOF): 0.8,
+        ("value-first", "FlashInfer"): 0.625,
+        ("value-first", ROOF): 0.5,
+        ("key-first, last state", "FlashInfer"): 1.5,
+        ("key-first, last state", "FLA"): 0.5,
+        ("key-first, last state", ROOF): 8 / 6,
+    }
+    row = "| 8 x 4 tokens{} | 16/32 | float32 | 8.0 | {} |"
+    assert page.decode_table([path]).splitlines()[4:] == [
+        row.format("", "16.0 | **10.0** | - | - | **10.0** | -"),
+        row.format(", last state", "- | 6.0 | - | - | 9.0 | **3.0**"),
+    ]
 
 
 def test_records_need_a_header(tmp_path: Path) -> None:
