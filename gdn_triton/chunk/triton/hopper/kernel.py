@@ -285,159 +285,42 @@ def hopper_fwd_kernel(
     HAS_STOPS: gl.constexpr = checkpoints is not None and OUTPUT
     HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
     ZERO_ROWS: gl.constexpr = (IS_VARLEN or read_slots is not None) and not IN_SEGMENTS
-    if STATES == 1:
-        gl.warp_specialize(
-            [
+    # The states are the first warps; the others follow.
+    gl.warp_specialize(
+        [
+            (
+                state_role,
                 (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
+                    states,
+                    fulls,
+                    o_desc,
+                    ends,
+                    stops,
+                    strides,
+                    place,
+                    walk,
+                    dtype,
+                    K,
+                    V,
+                    BK,
+                    BV,
+                    n,
+                    STATES,
+                    STAGES,
+                    T_STAGES,
+                    HAS_H0,
+                    STORE_HT,
+                    PART,
+                    WINDOWS,
+                    HAS_STOPS,
+                    HAS_STOP_SLOTS,
+                    LAST_SKIPPED,
+                    ZERO_ROWS,
+                    IS_VARLEN,
                 ),
-                (
-                    triangles_role,
-                    (
-                        inverses,
-                        scratch,
-                        walk,
-                        dtype,
-                        BK,
-                        STAGES,
-                        T_STAGES,
-                        IS_VARLEN,
-                        True,
-                        NORM,
-                        EPS,
-                    ),
-                ),
-                (
-                    gates_role,
-                    (
-                        factors,
-                        gate_inputs,
-                        p_A_log,
-                        p_dt_bias,
-                        walk,
-                        scale,
-                        dtype,
-                        RCP_LN2,
-                        FLOOR,
-                        THRESHOLD,
-                        STAGES,
-                        HAS_GATE,
-                        HAS_DT_BIAS,
-                        USE_SIGMOID,
-                        BETA_FACTOR,
-                    ),
-                ),
-                (
-                    loader_role,
-                    (
-                        tiles,
-                        (q_desc, k_desc, v_desc),
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        OUTPUT,
-                    ),
-                ),
-            ],
-            [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE, SINGLE],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        1,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
+            )
+            if n < STATES
+            else (
                 (
                     triangles_role,
                     (
@@ -490,10 +373,14 @@ def hopper_fwd_kernel(
                 ),
                 (norm_role, (norms, walk, dtype, BK, 0, STAGES, NORM, EPS)),
                 (norm_role, (norms, walk, dtype, BK, 1, STAGES, NORM, EPS)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE],
-        )
+            )[n - STATES]
+            for n in ((0, 1, 2, 3, 4, 5, 6) if STATES == 2 else (0, 1, 2, 3))
+        ],
+        [4, 4, 1, 1, 1, 1] if STATES == 2 else [4, 1, 1],
+        [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE]
+        if STATES == 2
+        else [TRIANGLES_REGISTERS, SINGLE, SINGLE],
+    )
     if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
         if pid == gl.num_programs(0) - 1:
             gdc_wait()
