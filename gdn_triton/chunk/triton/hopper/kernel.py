@@ -230,7 +230,7 @@ def hopper_fwd_kernel(
         if NORM:
             mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=STATES)
+        mbarrier.init(empty.index(s), count=STATES * 128)  # all threads of the states
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)

@@ -8,6 +8,7 @@ operand of its reads. gates.py explains the frame in which the state is stored.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -225,6 +226,10 @@ def state_role(
                 p_s.index(t_stage).store(rounded(P, dtype))
                 fence_async_shared()
                 mbarrier.arrive(p_full.index(t_stage), count=1)
+        if OUTPUT:
+            # Of the last chunk's o. The compiler places a barrier of the warps after this wait, so
+            # o_tile needs none, nor the products that follow the branch.
+            tma.store_wait(0)
         Sb = S.to(dtype)
         if not IS_HALF:
             if enter != 1.0:
@@ -282,7 +287,6 @@ def state_role(
         if OUTPUT:
             r = vectors.index(base + R_VECTOR).load(TOKEN)
             x = warpgroup_mma_wait(1, deps=[o])
-            tma.store_wait(0)
             o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
             row = first_row + i * CHUNK
             if IS_VARLEN:
@@ -315,7 +319,9 @@ def state_role(
                 offsets = o_sv[:, None] * stride_cv + o_sk[None, :] * stride_ck
                 stop = (S * end).to(p_stops.dtype.element_ty)
                 gl.store(p_stops + slot * stride_cn + offsets, stop, mask=stored)
-        mbarrier.arrive(empty.index(stage), count=1)
+        # Each thread arrives by itself, as `mbarrier.arrive` takes barriers of the warps before and
+        # after it. No thread has copies of its own, for which this arrival would wait.
+        async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
         stage, phase = advance(stage, phase, STAGES)
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
