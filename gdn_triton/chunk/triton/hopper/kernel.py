@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper import places
-from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
+from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS, gates_role
 from gdn_triton.chunk.triton.hopper.loader import loader_role
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_role
@@ -218,6 +218,7 @@ def hopper_fwd_kernel(
     x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
     blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    exponents = gl.allocate_shared_memory(gl.int16, [STAGES * EXPONENTS, CHUNK], FLAT)
     flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -271,13 +272,13 @@ def hopper_fwd_kernel(
 
     walk = (n_chunks, n_rows, n_rest)
     fulls = (ready, gates_full, t_full, p_full)
-    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
+    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)
     strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
     inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
-    scratch = (a_s, x_s, blocks_s)
+    scratch = (a_s, x_s, blocks_s, exponents)
     tiles = (k_s, q_s, v_s, tile_full, empty)
     norms = (q_s, tile_full, ready)
-    factors = (vectors, flags, gates_full, empty)
+    factors = (vectors, exponents, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
     ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)

@@ -18,12 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_triton.chunk.triton.hopper.gates import (
     C_VECTOR,
+    COLUMN_EXPONENTS,
     D_VECTOR,
     DECAY,
     END,
     ENTER,
+    EXPONENTS,
     F_VECTOR,
     R_VECTOR,
+    SCORE_EXPONENTS,
     SCORE_VECTOR,
     STEEP,
     VECTORS,
@@ -32,12 +35,12 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     here,
-    inverse_power,
     opaque,
     power,
     rounded,
     scalar_of,
     store_tile,
+    times_power,
     viewed,
 )
 
@@ -90,12 +93,6 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
     P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
     EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
-    if steep < 0:
-        row = vectors.index(base + EXPONENT).load(o_r.type.layout)
-        if q.dtype == gl.float16:
-            row = inverse_power(row)
-        column = vectors.index(base + D_VECTOR).load(o_c.type.layout)
-        P = P * ((row * opaque(-steep))[:, None] * column[None, :])
     if steep > 0:
         # Masked before the power, as it may overflow above the diagonal.
         score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
@@ -141,7 +138,7 @@ def state_role(
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
+    k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty = memory
     tile_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
     i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row = place
@@ -223,7 +220,13 @@ def state_role(
                 x = scores(q_s.index(this), k_s.index(this), x, vectors, base, steep, PRODUCT)
                 o_row = o_r + here(i * 0)
                 P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
-                p_s.index(t_stage).store(rounded(P, dtype))
+                P = rounded(P, dtype)
+                if steep < 0:
+                    at = this * EXPONENTS
+                    row = exponents.index(at + SCORE_EXPONENTS).load(o_r.type.layout)
+                    column = exponents.index(at + COLUMN_EXPONENTS).load(TOKEN)
+                    P = times_power(P, row[:, None], column[None, :])
+                p_s.index(t_stage).store(P)
                 fence_async_shared()
                 mbarrier.arrive(p_full.index(t_stage), count=1)
         if OUTPUT:
@@ -270,9 +273,7 @@ def state_role(
                 o = warpgroup_mma_wait(0, deps=[o])
                 if is_steep != 0:
                     d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
-                    DOWN_SHIFT: gl.constexpr = 2.0**-100
-                    d = gl.where(is_steep < 0, inverse_power(d) * DOWN_SHIFT, power(d))
-                    o = o * d[None, :]
+                    o = o * power(d)[None, :]
             uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
             mbarrier.wait(p_full.index(t_stage), t_phase)
             o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)

@@ -19,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
+    COLUMN_EXPONENTS,
     D_VECTOR,
+    EXPONENTS,
     STEEP,
     VECTORS,
 )
@@ -27,11 +29,12 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     either,
-    inverse_power,
     masked,
     opaque,
     power,
+    rounded,
     scalar_of,
+    times_power,
     viewed,
 )
 from gdn_triton.chunk.triton.hopper.norms import normalize_keys
@@ -185,7 +188,10 @@ def triangles_role(
     EPS: gl.constexpr = 0.0,
 ):
     k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty = memory
-    a_s, x_s, blocks_s = scratch
+    if HAS_NARROW:
+        a_s, x_s, blocks_s, exponents = scratch
+    else:
+        a_s, x_s, blocks_s = scratch
     n_chunks, n_rows, _ = walk
     # These are the layouts of products [64, 64], [64, 32] and [64, 16].
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -225,13 +231,14 @@ def triangles_role(
             d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
             d_column = vectors.index(base + D_VECTOR).load(COLUMN)
             A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
+        Ah = rounded(A, gl.float16)
         if HAS_NARROW:
             if steep < 0:
-                column = vectors.index(base + D_VECTOR).load(COLUMN)
-                row_power = inverse_power(vectors.index(base + D_VECTOR).load(ROW)) * opaque(-steep)
-                # Above the diagonal the product of powers may overflow. Below, it is at most 1.
-                A = A * gl.minimum(row_power[:, None] * column[None, :], 1.0)
-        Ah = A.to(gl.float16)
+                # Above the diagonal the power is 1, because a greater one may overflow.
+                at = stage * EXPONENTS + COLUMN_EXPONENTS
+                column = exponents.index(at).load(COLUMN)
+                biased = 15 - exponents.index(at).load(ROW)
+                Ah = times_power(Ah, biased[:, None], column[None, :])
         a_s.store(Ah)
         blocks_s.store(Ah)
         D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
