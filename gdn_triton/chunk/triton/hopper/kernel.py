@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper import places
-from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
+from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS
 from gdn_triton.chunk.triton.hopper.roles import run_roles
@@ -223,6 +223,7 @@ def hopper_fwd_kernel(
         x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
         blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    exponents = gl.allocate_shared_memory(gl.int16, [STAGES * EXPONENTS, CHUNK], FLAT)
     flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -237,7 +238,8 @@ def hopper_fwd_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
         mbarrier.init(gates_full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=STATES)
+        # All threads of the states arrive.
+        mbarrier.init(empty.index(s), count=1 if BK == 256 else STATES * 128)
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
@@ -274,13 +276,13 @@ def hopper_fwd_kernel(
 
     walk = (n_chunks, n_rows, n_rest)
     fulls = (ready, gates_full, t_full, p_full)
-    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
+    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)
     strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
     inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
-    scratch = (a_s, x_s, blocks_s)
+    scratch = (a_s, x_s, blocks_s, exponents)
     tiles = (k_s, q_s, v_s, tile_full, empty)
     norms = (q_s, tile_full, ready)
-    factors = (vectors, flags, gates_full, empty)
+    factors = (vectors, exponents, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
     ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)

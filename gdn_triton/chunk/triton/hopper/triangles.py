@@ -19,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
+    COLUMN_EXPONENTS,
     D_VECTOR,
+    EXPONENTS,
     STEEP,
     VECTORS,
 )
@@ -27,11 +29,12 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     either,
-    inverse_power,
     masked,
     opaque,
     power,
+    rounded,
     scalar_of,
+    times_power,
     viewed,
 )
 from gdn_triton.chunk.triton.hopper.norms import normalize_keys
@@ -171,8 +174,8 @@ def own_blocks(x, block, b: gl.constexpr):
 
 
 @gluon.jit
-def with_gates(A, vectors, base, steep, beta, row, o_c, HAS_NARROW: gl.constexpr):
-    """A' of k k^T [64, 64], not masked. row, o_c: the rows [64, 1] and columns [1, 64]."""
+def with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NARROW: gl.constexpr):
+    """A' of k k^T [64, 64], in fp16, not masked. row, o_c: the rows [64, 1] and columns [1, 64]."""
     ROW: gl.constexpr = gl.SliceLayout(1, A.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(0, A.type.layout)
     A = A * beta[:, None]
@@ -180,29 +183,30 @@ def with_gates(A, vectors, base, steep, beta, row, o_c, HAS_NARROW: gl.constexpr
         d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
         d_column = vectors.index(base + D_VECTOR).load(COLUMN)
         A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
+    Ah = rounded(A, gl.float16)
     if HAS_NARROW:
         if steep < 0:
-            column = vectors.index(base + D_VECTOR).load(COLUMN)
-            row_power = inverse_power(vectors.index(base + D_VECTOR).load(ROW)) * opaque(-steep)
-            # Above the diagonal the product of powers may overflow. Below, it is at most 1.
-            A = A * gl.minimum(row_power[:, None] * column[None, :], 1.0)
-    return A
+            # Above the diagonal the power is 1, because a greater one may overflow.
+            at = stage * EXPONENTS + COLUMN_EXPONENTS
+            column = exponents.index(at).load(COLUMN)
+            biased = 15 - exponents.index(at).load(ROW)
+            Ah = times_power(Ah, biased[:, None], column[None, :])
+    return Ah
 
 
 @gluon.jit
-def blocks_of_inverse(A, a_s, x_s, blocks_s, x_r, x_c, block):
+def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
     """Blocks of (I + A')^-1, which take the rows of a matrix [64, 16]: those of 16 x 16 on the
     diagonal, those below the first and the third of them, and, negated and not waited for, the two
     halves of what is below the first block of 32. x_r, x_c, block: the rows [64, 1] and columns
     [1, 16] of such a matrix, and their blocks of 16 rows."""
     # The layouts of products [64, 64], [64, 32] and [64, 16].
-    FULL: gl.constexpr = A.type.layout
+    FULL: gl.constexpr = Ah.type.layout
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
     half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
     quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
-    Ah = A.to(gl.float16)
     a_s.store(Ah)
     blocks_s.store(Ah)
     D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
@@ -303,7 +307,11 @@ def triangles_role(
     EPS: gl.constexpr = 0.0,
 ):
     k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty = memory
-    a_s, x_s, blocks_s = scratch
+    if HAS_NARROW:
+        a_s, x_s, blocks_s, exponents = scratch
+    else:
+        a_s, x_s, blocks_s = scratch
+        exponents = vectors
     n_chunks, n_rows, _ = walk
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
@@ -333,8 +341,8 @@ def triangles_role(
         # would keep each element of their masks in a register.
         row = gl.where(n_rows > i, o_r, -1)[:, None]
         A = warpgroup_mma_wait(0, deps=[kk])
-        A = with_gates(A, vectors, base, steep, beta, row, o_c, HAS_NARROW)
-        D, L, Z0, Z1 = blocks_of_inverse(A, a_s, x_s, blocks_s, x_r, x_c, block)
+        Ah = with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NARROW)
+        D, L, Z0, Z1 = blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block)
 
         # k k^T of the next chunk runs while T is stored. After the last chunk this product reads
         # old keys, and its result is not used.

@@ -34,7 +34,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     here,
-    inverse_power,
     load_tile,
     opaque,
     power,
@@ -43,7 +42,13 @@ from gdn_triton.chunk.triton.hopper.names import (
     store_tile,
     viewed,
 )
-from gdn_triton.chunk.triton.hopper.state import decayed, scores, store_rows, zero_rows
+from gdn_triton.chunk.triton.hopper.state import (
+    decayed,
+    narrow_scores,
+    scores,
+    store_rows,
+    zero_rows,
+)
 from gdn_triton.chunk.triton.hopper.triangles import (
     BLOCKED_TILE,
     blocks_of_inverse,
@@ -131,7 +136,7 @@ def wide_state_role(
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
+    k_s, q_s, v_s, t_s, p_s, o_s, vectors, _, flags, empty = memory
     q_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
     i_b, first_row, i_hv, first_v, first_out, end_in, end_out, _, _, rest_row = place
@@ -200,9 +205,7 @@ def wide_state_role(
             is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
             if is_steep != 0:
                 d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
-                DOWN_SHIFT: gl.constexpr = 2.0**-100
-                d = gl.where(is_steep < 0, inverse_power(d) * DOWN_SHIFT, power(d))
-                o = o * d[None, :]
+                o = o * power(d)[None, :]
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
         v = v_s.index(t_stage).permute((1, 0)).load(PRODUCT)
@@ -287,7 +290,7 @@ def pairs_role(
 ):
     """T and P' of every second chunk. The inverse is made where T will be, and A' is stored where
     P' will be."""
-    k_s, q_s, _, t_s, p_s, _, vectors, flags, empty = memory
+    k_s, q_s, _, t_s, p_s, _, vectors, exponents, flags, empty = memory
     q_full, gates_full, t_full, p_full = fulls
     n_chunks, n_rows, _ = walk
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -327,7 +330,9 @@ def pairs_role(
             # it would keep each element of their masks in a register.
             row = gl.where(n_rows > i, o_r, -1)[:, None]
             A = warpgroup_mma_wait(0, deps=[A])
-            A = with_gates(A, vectors, base, steep, beta, row, o_c[None, :], True)
+            Ah = with_gates(
+                A, vectors, base, exponents, stage, steep, beta, row, o_c[None, :], True
+            )
             # The state has read T and P' of chunk i - 2.
             past = gl.maximum(i - 2, 0)
             mbarrier.wait(empty.index(past % STAGES), (past // STAGES) & 1, pred=i >= 2)
@@ -336,7 +341,7 @@ def pairs_role(
             products = viewed(p, gl.float16, [CHUNK, CHUNK], KEYS)
             inverse = viewed(t, gl.float16, [CHUNK, CHUNK], KEYS)
             diagonal = viewed(t, gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
-            D, L, Z0, Z1 = blocks_of_inverse(A, products, inverse, diagonal, x_r, x_c, block)
+            D, L, Z0, Z1 = blocks_of_inverse(Ah, products, inverse, diagonal, x_r, x_c, block)
             Z0, Z1 = warpgroup_mma_wait(0, deps=[Z0, Z1])
             t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype, FULL))
             fence_async_shared()
@@ -346,7 +351,7 @@ def pairs_role(
             P = scores(q_s.index(t_stage), k, zero, vectors, base, steep, FULL)
             mbarrier.arrive(q_empty.index(t_stage), count=1)
             P = gl.where(row >= o_c[None, :], P, 0.0)
-            p.store(rounded(P, dtype))
+            p.store(narrow_scores(rounded(P, dtype), exponents, stage, steep))
             fence_async_shared()
             mbarrier.arrive(p_full.index(t_stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
