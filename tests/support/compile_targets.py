@@ -31,7 +31,6 @@ from target_calls import (
     WHOLE,
     Shape,
     run_conv,
-    run_layer_step,
     run_norm,
     run_package,
     run_post_conv,
@@ -50,6 +49,7 @@ from target_code import (
     stack_and_registers,
     unwritten_uniform_registers,
 )
+from target_layers import run_layer_step
 from target_rings import run_rings
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
