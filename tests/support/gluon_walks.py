@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from backward_cases import STRENGTHS
 from emulator.gluon import emulated
+from gluon_emulated import problem_of
 from helpers import BF16, FP32, FP64, Case, assert_within_budget, make_inputs
 from torch import Tensor
 
+from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper.walks import launch
 from gdn_triton.chunk.triton.hopper.walks.launch import ONE, TWO, Plan
@@ -128,13 +130,24 @@ def expected(case: Case, x: Given, slots: int, *, rounds: bool) -> dict[str, Ten
 
 
 def walks_of(
-    case: Case, x: Given, chunks: ChunkTable, *, v_first: bool, store_dv: bool = False
+    case: Case,
+    x: Given,
+    chunks: ChunkTable,
+    *,
+    v_first: bool,
+    store_dv: bool = False,
+    in_segments: bool = False,
 ) -> States:
-    """Launches both walks."""
+    """Launches both walks. in_segments: the sequences may be cut, with g_cumsum in place of g."""
 
     def laid_out(state: Tensor) -> Tensor:
         return state.mT.contiguous() if v_first else state
 
+    call = None
+    if in_segments:
+        g, cu_seqlens = x.g_cumsum, chunks.cu_seqlens
+        inputs = Inputs(x.q, x.k, x.v, g, x.beta, None, None, None, cu_seqlens)
+        call = problem_of(case, BF16), inputs
     states = {"initial_state": laid_out(x.initial_state), "dht": laid_out(x.dht)}
     return launch.walks(
         **x._asdict() | states,
@@ -149,6 +162,7 @@ def walks_of(
         store_dh0=True,
         state_v_first=v_first,
         store_dv=store_dv,
+        call=call,
     )
 
 
@@ -184,13 +198,12 @@ def walk_case(name: str, **sizes: Any) -> Case:
     return Case(name, "", chunk_size=64, **sizes)
 
 
-BOTH, APART = ("both",), ("forward", "back")
 WALKS = [
-    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", Plan(APART, TWO)),
-    (walk_case("padded", T=330, HV=1), "closed", Plan(BOTH, ONE)),
-    (walk_case("padded", T=150, B=2, HV=1), "strong", Plan(BOTH, ONE)),
-    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", Plan(APART, ONE)),
-    (walk_case("several", T=70, K=64, V=200, HV=1), "none", Plan(APART, TWO)),
+    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", Plan(TWO, TWO)),
+    (walk_case("padded", T=330, HV=1), "closed", Plan(ONE, TWO)),
+    (walk_case("padded", T=150, B=2, HV=1), "strong", Plan(ONE, ONE)),
+    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", Plan(ONE, ONE)),
+    (walk_case("several", T=70, K=64, V=200, HV=1), "none", Plan(TWO, TWO)),
 ]
 
 
@@ -200,7 +213,7 @@ def main() -> None:
     options = parser.parse_args()
     failed = 0
     for seed, (case, gates, plan) in enumerate(WALKS):
-        name = f"walks-{case.name}-{gates}-{plan.launches}-{plan.shape.states}"
+        name = f"walks-{case.name}-{gates}-{plan.forward.states}-{plan.back.states}"
         if not re.search(options.select, name):
             continue
         start = time.monotonic()

@@ -11,6 +11,7 @@ from packaging.version import Version
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
+from gdn_triton.chunk.triton.hopper.walks.segments import choose_walk_cut
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -22,9 +23,8 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
-# The same for the walks of the backward, whose chain of chunks is longer than that of the portable
-# programs: padded sequences, and packed ones.
-FEWEST_WALKS: Final = 0.24
+# The same for the walks of the backward: padded sequences, and packed ones.
+FEWEST_WALKS: Final = 0.12
 FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4
@@ -81,7 +81,7 @@ def walks_refusal(problem: Problem) -> str | None:
         if p.longest[0] == 0:
             states /= ASSUMED_UNEVENNESS
     multiprocessors = _multiprocessors(p.device)
-    if states < least * multiprocessors:
+    if states < least * multiprocessors and choose_walk_cut(multiprocessors, p) is None:
         return (
             f"The walks for compute capability 9.0 would run {states:.0f} states at once, too few "
             f"on {multiprocessors} multiprocessors: the longest sequence bounds the call."
