@@ -11,16 +11,17 @@ of N sequences have. The calls of a graph use, one after the other, as many pool
 cache, as the layers of a model do. Every implementation's o is first compared with the float64
 recurrence; one that differs is not timed.
 
-A step without a window reads and writes the state of each sequence, and with several tokens it
-writes one state for each token. A step with a window reads the state and writes records. Its time
-is the mean over a fold period, in which every head is folded once. A replay repeats the positions
-of the replay before. Its o is therefore meaningless, but the work of a step depends on its position
-alone.
+A step without a window reads and writes the state of each sequence. With several tokens it writes
+one state for each token, and the rows of `LAST_STATE` write the last state alone. A step with a
+window reads the state and writes records. Its time is the mean over a fold period, in which every
+head is folded once. A replay repeats the positions of the replay before. Its o is therefore
+meaningless, but the work of a step depends on its position alone.
 
 FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes as many bytes of final states to new
 memory, and keeps no state for each token. FlashInfer keeps its pools value-first. Its
-`gated_delta_rule_decode` takes key-first states without slots, and its `gated_delta_rule_mtp`
-float32 states. A peer that is not installed is named as such.
+`gated_delta_rule_decode` takes key-first states without slots. Several tokens on bfloat16 states
+are calls of its `gated_delta_rule_decode_pretranspose`, and on float32 states of its
+`gated_delta_rule_mtp`. A peer that is not installed is named as such.
 """
 
 import argparse
@@ -97,6 +98,8 @@ def exact(step: Step, heads: int) -> Tensor:
     return o
 
 
+SEVERAL_ONLY = "several tokens a call only"
+
 # An implementation: makes a call that returns o from a step and the pool's dtype, or returns a
 # sentence why it cannot.
 Maker = Callable[[Step, torch.dtype], Callable[[], Any] | str]
@@ -135,6 +138,15 @@ def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | s
     slots = torch.arange(N * T, device=pool.device, dtype=torch.int32).view(N, T)
     accepted = torch.full_like(slots[:, 0], T)
     return partial(recurrent_step, pool, slots, num_accepted_tokens=accepted, **rest)
+
+
+def ours_last(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
+    if step.q.shape[1] == 1:
+        return SEVERAL_ONLY
+    if dtype == torch.int8:
+        return "a pool of int8 needs a window"
+    pool = own_pool(step.states, dtype, v_first)
+    return partial(recurrent_step, pool, step.slots, **own_arguments(step, v_first))
 
 
 class WindowSteps:
@@ -205,26 +217,38 @@ def flashinfer_states(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str
 def flashinfer_drafts(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
     N, T = step.q.shape[:2]
     if T == 1:
-        return "several tokens a call only"
-    if dtype != torch.float32:
-        return "takes float32 states only"
-    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+        return SEVERAL_ONLY
+    if dtype == torch.int8:
+        return "takes float states only"
+    if dtype == torch.bfloat16:
+        pool = own_pool(step.states, dtype, v_first=True)
+        kept = pool.new_empty(N, T, *pool.shape[1:])
+        options = {"intermediate_states_buffer": kept, "disable_state_update": True}
+        return flashinfer_tokens(step, pool, **options)
     pool = step.states.new_empty(N + N * T, *step.states.mT.shape[1:])
     pool[:N] = step.states.mT
     kept = torch.arange(N, N + N * T, device=pool.device, dtype=torch.int32).view(N, T)
-    return partial(
-        run,
-        *step[:3],
-        pool,
-        step.slots,
-        step.A_log,
-        step.a,
-        step.dt_bias,
-        step.b,
-        ssm_state_indices=kept,
-        disable_state_update=False,
-        use_qk_l2norm=True,
-    )
+    return flashinfer_tokens(step, pool, ssm_state_indices=kept, disable_state_update=False)
+
+
+def flashinfer_last(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
+    if step.q.shape[1] == 1:
+        return SEVERAL_ONLY
+    if dtype == torch.int8:
+        return "takes float states only"
+    pool = own_pool(step.states, dtype, v_first=True)
+    return flashinfer_tokens(step, pool, disable_state_update=False)
+
+
+def flashinfer_tokens(step: Step, pool: Tensor, **options: Any) -> Callable[[], Any]:
+    """Several tokens on a value-first pool."""
+    module = importlib.import_module("flashinfer.gdn_decode")
+    gates = {"A_log": step.A_log, "a": step.a, "dt_bias": step.dt_bias, "b": step.b}
+    states = {"initial_state": pool, "initial_state_indices": step.slots}
+    common = {**gates, **states, **options, "use_qk_l2norm": True}
+    if pool.dtype == torch.bfloat16:
+        return partial(module.gated_delta_rule_decode_pretranspose, *step[:3], state=None, **common)
+    return partial(module.gated_delta_rule_mtp, *step[:3], **common)
 
 
 def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
@@ -248,14 +272,24 @@ def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
 MAKERS: dict[str, Maker] = {
     "gdn_triton, key-first": partial(ours, v_first=False),
     "gdn_triton, value-first": partial(ours, v_first=True),
+    "gdn_triton, key-first, last state": partial(ours_last, v_first=False),
+    "gdn_triton, value-first, last state": partial(ours_last, v_first=True),
     "gdn_triton, key-first, with a window": partial(WindowSteps, v_first=False),
     "gdn_triton, value-first, with a window": partial(WindowSteps, v_first=True),
     "FlashInfer, pool, value-first": flashinfer_pool,
     "FlashInfer, states, key-first": flashinfer_states,
     "FlashInfer, a state a token, value-first": flashinfer_drafts,
+    "FlashInfer, last state, value-first": flashinfer_last,
     "FLA, states": fla,
 }
+# Of several tokens these write the last state alone. Drafts that may be rejected need all states.
+LAST_STATE = ("last state", "FLA")
 PEERS = ("flashinfer", "fla")
+
+
+def keeps_last_state(name: str, tokens: int) -> bool:
+    """Whether an implementation writes only the last of the states of several tokens."""
+    return tokens > 1 and any(word in name for word in LAST_STATE)
 
 
 def output(result: Any, shape: Sequence[int]) -> Tensor:

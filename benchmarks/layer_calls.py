@@ -11,12 +11,10 @@ from torch import Tensor
 
 from benchmarks.shapes import Random, gate_parameters
 from gdn_triton import (
-    causal_conv1d_update,
     chunk_prefill,
     fused_conv_prep,
     layer_step,
     make_window,
-    recurrent_step,
     restart_window,
     rms_norm_gated,
 )
@@ -228,9 +226,15 @@ def ours_with_window(step: Step) -> WindowCall:
     return WindowCall(one_token(step, window=window, positions=positions), positions, 1)
 
 
+def _counters(step: Step, slots: int) -> Tensor:
+    """The counters of `layer_step` for a pool of some slots."""
+    return torch.zeros(slots, step.sizes.H, dtype=torch.int32, device=step.slots.device)
+
+
 def one_token(step: Step, **window: Any) -> Call:
     """A decode step of one token for each sequence."""
     conv_state = step.conv_state.mT
+    rest = window or {"counters": _counters(step, len(step.state))}
 
     def decode() -> Tensor:
         return layer_step(
@@ -248,7 +252,7 @@ def one_token(step: Step, **window: Any) -> Call:
             norm_eps=EPS,
             state_v_first=True,
             skip="non_positive",
-            **window,
+            **rest,
         )
 
     return decode
@@ -260,40 +264,36 @@ def verified(step: Step, **window: Any) -> Call:
     N, T, slots = len(step.lengths), step.drafts, step.slots
     accepted = torch.full_like(slots, T)
     conv_state = torch.nn.functional.pad(step.conv_state.mT, (T - 1, 0)).contiguous()
-    mixed, a, b = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b))
-    z = step.z.unflatten(0, (N, T))
+    mixed, a, b, z = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b, step.z))
     pool, read, rest = step.state, slots, window
     if not window:  # Slot 0 is nobody's.
         read = 1 + torch.arange(N * T, device=slots.device).int().view(N, T)
         pool = step.state.new_zeros(1 + N * T, *step.state.shape[1:])
         pool[read[:, -1].long()] = step.state[slots.long()]
-        rest = {"num_accepted_tokens": accepted}
+        tokens = conv_state.new_zeros(1 + N * T, *conv_state.shape[1:])
+        tokens[read[:, 0].long()] = conv_state[slots.long()]
+        conv_state = tokens
+        rest = {"counters": _counters(step, len(pool))}
 
     def verify() -> Tensor:
-        x = causal_conv1d_update(
+        return layer_step(
             mixed,
-            step.weight,
-            None,
-            "silu",
-            state=conv_state,
-            read_slots=slots,
+            a,
+            b,
+            step.A_log,
+            step.dt_bias,
+            state=pool,
+            read_slots=read,
             num_accepted_tokens=accepted,
-            skip="non_positive",
-        )
-        o = recurrent_step(
-            pool,
-            read,
-            mixed_qkv=x,
-            a=a,
-            b=b,
-            A_log=step.A_log,
-            dt_bias=step.dt_bias,
-            use_qk_l2norm_in_kernel=True,
+            conv_state=conv_state,
+            conv_weight=step.weight,
+            gate=z,
+            norm_weight=step.norm,
+            norm_eps=EPS,
             state_v_first=True,
             skip="non_positive",
             **rest,
-        )
-        return rms_norm_gated(o, z, step.norm, EPS).flatten(0, 1)
+        ).flatten(0, 1)
 
     return verify
 

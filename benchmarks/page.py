@@ -19,8 +19,9 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import layer, plot, rows, vllm_engine
+from benchmarks import decode, layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
+from benchmarks.decode import keeps_last_state
 from benchmarks.peers import PEERS
 from benchmarks.records import (
     DEFAULT,
@@ -28,6 +29,7 @@ from benchmarks.records import (
     GATES,
     LIBRARY,
     OURS,
+    OURS_LIBRARY,
     OURS_TRITON,
     PREFILL,
     RESULTS,
@@ -107,11 +109,12 @@ def forward_ratios(run: Run) -> Iterator[Ratio]:
             own = to_ours.pop(OURS_TRITON)
             for name, value in to_ours.items():
                 yield Ratio(*place, DEFAULT, name, case, value / own, own * time)
+            yield Ratio(*place, DEFAULT, OURS_LIBRARY, case, 1 / own, own * time)
 
 
 def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
     """Ratios for each of our layouts to the fastest variant that another package has for such a
-    pool."""
+    pool. Variants that write only the last of several states are compared with one another."""
     device = device_of(head_of(records))
     for record in records:
         if record["kind"] != "decode":
@@ -125,7 +128,9 @@ def decode_ratios(records: list[Record]) -> Iterator[Ratio]:
             what = f"{step}, {record['pool']} pool, {name.split(', ', 1)[1]}"
             case = f"{record['sequences']} sequences, {record['heads']}"
             case = labelled(case, gates_of(record))
-            for other, value in best(times | {ROOF: record["roof"]}).items():
+            last = keeps_last_state(name, tokens)
+            alike = {x: t for x, t in times.items() if keeps_last_state(x, tokens) == last}
+            for other, value in best(alike | {ROOF: record["roof"]}).items():
                 if other != OURS:
                     yield Ratio(device, what, EITHER, other, case, value / own, own)
 
@@ -160,6 +165,9 @@ def backward_ratios(records: list[Record]) -> Iterator[Ratio]:
                 own = of_ours[LIBRARY]
                 place = device_of(head), what, LIBRARY, OURS_TRITON, case
                 yield Ratio(*place, of_ours[DEFAULT] / own, own)
+                own = of_ours[DEFAULT]
+                place = device_of(head), what, DEFAULT, OURS_LIBRARY, case
+                yield Ratio(*place, of_ours[LIBRARY] / own, own)
 
 
 def kind_of(records: list[Record]) -> str:
@@ -232,31 +240,26 @@ def summary_table(ratios: Iterable[Ratio], only: str) -> str:
 
 
 def short_table(ratios: Iterable[Ratio]) -> str:
-    """For the card with the most calls: its name, the dates of the runs, a row for each kind of
-    call with the CUDA library; and for each card a sentence with the means of the default
-    install, which names another card."""
+    """For the default install and for the CUDA library a table of one card, that with the most
+    calls: a row for each kind of call. Both installs have the same decode step, which is in the
+    first table."""
     shown = [x for x in ratios if re.match(SHORT, x.what) and x.other in OTHERS]
-    card = statistics.mode(x.device for x in shown if x.install != DEFAULT)
-    by_default = groups(x for x in shown if x.install == DEFAULT)
-    shown = [x for x in shown if x.device == card and x.install != DEFAULT]
-    dates = sorted({x.date for x in shown})
-    made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    lines = [
-        [what, *(cell(of_others.get(name)) for name in OTHERS)]
-        for (_, what, _), of_others in groups(shown).items()
-    ]
-    default: dict[str, list[str]] = {}
-    for (device, what, _), of_others in by_default.items():
-        found = [
-            f"{name} {cell(of_others[name]).split(' ')[0]}" for name in OTHERS if name in of_others
+    texts = []
+    for install, others_too in ((DEFAULT, (EITHER,)), (LIBRARY, ())):
+        of_install = [x for x in shown if x.install == install]
+        if not of_install:
+            continue
+        card = statistics.mode(x.device for x in of_install)
+        of_card = [x for x in shown if x.device == card and x.install in (install, *others_too)]
+        dates = sorted({x.date for x in of_card})
+        made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        lines = [
+            [what, *(cell(of_others.get(name)) for name in OTHERS)]
+            for (_, what, _), of_others in groups(of_card).items()
         ]
-        default.setdefault(device, []).append(f"{what}: {', '.join(found)}")
-    text = f"One {card}, runs of {made}:\n\n" + rows.table(["call", *OTHERS], lines)
-    for device, of_device in default.items():
-        place = "" if device == card else f" on one {device}"
-        means = "; ".join(of_device)
-        text += f"\nWithout the CUDA library, on Triton kernels, the means{place} are: {means}.\n"
-    return text
+        head = "Default install" if install == DEFAULT else "With the CUDA library"
+        texts.append(f"{head}, one {card}, {made}:\n\n" + rows.table(["call", *OTHERS], lines))
+    return "\n".join(texts)
 
 
 def losses_table(ratios: Iterable[Ratio]) -> str:
@@ -361,6 +364,8 @@ def kinds_table(files: Iterable[Path]) -> str:
 STEPS = {
     "gdn_triton, value-first": "value-first",
     "gdn_triton, key-first": "key-first",
+    "gdn_triton, value-first, last state": "value-first",
+    "gdn_triton, key-first, last state": "key-first",
     "gdn_triton, value-first, with a window": "value-first, window",
     "gdn_triton, key-first, with a window": "key-first, window",
 }
@@ -376,22 +381,27 @@ def decode_table(files: Iterable[Path]) -> str:
     head = head_of(records)
     steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
     gates = {gates_of(x) for x in steps}
+    shown_columns = (*dict.fromkeys(STEPS.values()), "FlashInfer", "FLA")
     lines = []
     for x in steps:
         if gates_of(x) != min(gates):
             continue
-        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
-        shown = {STEPS[name]: value for name, value in times.items() if name in STEPS}
-        shown |= {name: value for name, value in best(times).items() if name in OTHERS}
-        least = min(shown.values())
         tokens = x.get("tokens", 1)
-        cells = [f"{x['sequences']}" + (f" x {tokens} tokens" if tokens > 1 else "")]
-        cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
-        for name in (*STEPS.values(), "FlashInfer", "FLA"):
-            cell = f"{shown[name]:.1f}" if name in shown else "-"
-            cells.append(f"**{cell}**" if shown.get(name) == least else cell)
-        lines.append(cells)
-    columns = ["sequences", "H / HV", "states", "roof", *STEPS.values(), "FlashInfer", "FLA"]
+        times = {name: y["time"] for name, y in x["results"].items() if "time" in y}
+        for last in (False, True):
+            alike = {name: t for name, t in times.items() if keeps_last_state(name, tokens) == last}
+            shown = {STEPS[name]: t for name, t in alike.items() if name in STEPS}
+            if not shown:
+                continue
+            shown |= {name: t for name, t in best(alike).items() if name in OTHERS}
+            least = min(shown.values())
+            cells = [decode.sequences_of(x) + (", last state" if last else "")]
+            cells += [x["heads"], x["pool"], f"{x['roof']:.1f}"]
+            for name in shown_columns:
+                cell = f"{shown[name]:.1f}" if name in shown else "-"
+                cells.append(f"**{cell}**" if shown.get(name) == least else cell)
+            lines.append(cells)
+    columns = ["sequences", "H / HV", "states", "roof", *shown_columns]
     names = {key: peer.name for key, peer in PEERS.items()}
     versions = [f"{names.get(x, x)} {v}" for x, v in head["implementations"].items() if x != OURS]
     text = f"{device_of(head)}, {head['date']}, {', '.join(versions)}:\n\n"

@@ -32,6 +32,8 @@ PREFILL = "Prefill"
 UNEVEN = "Uneven prefill"
 TRAINING = "Training step (forward and backward)"
 OURS_TRITON = "gdn_triton Triton"
+# Our CUDA library, where the default install is what others are compared with.
+OURS_LIBRARY = "gdn_triton CUDA"
 # This package without the lengths on the host: it is shown, but is no peer.
 OURS_UNTOLD = "gdn_triton untold"
 ROOF = "roof"

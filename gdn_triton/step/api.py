@@ -36,6 +36,9 @@ def layer_step(
     skip: str = "negative",
     window: StepWindow | None = None,
     positions: Tensor | None = None,
+    write_slots: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    parents: Tensor | None = None,
 ) -> Tensor:
     """Runs the decode step of a Gated DeltaNet layer between its projections, in one launch.
 
@@ -62,18 +65,34 @@ def layer_step(
             place.
         read_slots: [N], int32 or int64: the slot of each sequence in both pools, all different. A
             slot that is padding (`skip`) skips its sequence: no state is written, and its y is 0.
+            [N, S] with num_accepted_tokens and without a window.
+        write_slots: [N] or [N, T], int32 or int64: as `gdn_triton.recurrent_step`, in both pools.
+            With a window and parents: the slots of the convolution's states alone. None:
+            read_slots.
+        num_accepted_tokens: [N], int32 or int64, for verifying drafts: as
+            `gdn_triton.recurrent_step` and `gdn_triton.causal_conv1d_update`. The convolution's
+            state is in slot read_slots[n, 0], and is padding only if the slot of the state is. A
+            sequence whose number is not in 1 to S is skipped. With a window the number selects the
+            columns of the convolution's state, positions select the records, and S is
+            window.max_tokens; then another number is undefined behaviour on an accelerator.
+        parents: [N, T], int32 or int64, for trees of drafts: as `gdn_triton.recurrent_step` and
+            `gdn_triton.causal_conv1d_update`. With a convolution write_slots is [N, T], and none is
+            the sequence's read slot. With a window write_slots may be slots of conv_state that
+            state does not have; after `gdn_triton.accept_window` the caller copies the
+            convolution's state of the last accepted node to the slot of the sequence.
         conv_state: [slots, D, W - 1], float, wide enough for mixed_qkv's dtype, with conv_weight:
-            the last tokens before the convolution, the latest at W - 2. Written in place. None:
-            mixed_qkv has been convolved already.
+            the last tokens before the convolution, the latest at W - 2. Written in place. With
+            num_accepted_tokens it has W - 2 + S columns or more, and the first W - 2 + S are used.
+            None: mixed_qkv has been convolved already.
         conv_weight, conv_bias: [D, W] and [D], float; conv_bias may be None.
         activation: the activation of the convolution, "silu" or None.
         gate: [N, HV, V] or [N, T, HV, V], float, with norm_weight: the gate of the norm. None: y is
             o.
         norm_weight: [V], float.
         counters: [slots, H], int32, contiguous, without a window: zeros before and after a call, in
-            which the programs of a call of several tokens count each other. All calls on these
-            pools may share them. None: such a call is three launches. A window has tickets of its
-            own.
+            which the programs of a call count each other. All calls on these pools may share them.
+            None: a call of several tokens is three launches, and one token is slower for few
+            sequences. A window has tickets of its own.
         norm_eps, norm_activation: eps and activation of `gdn_triton.rms_norm_gated`.
         allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
         use_qk_l2norm_in_kernel: normalise each q and k. The default is True, as in the models.
@@ -84,13 +103,14 @@ def layer_step(
 
     On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
     HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
-    float32. Two forms of such a call are one launch for few sequences and three launches for more,
-    with the same bits: one token with a window, and 2 to 8 tokens with value-first states of
-    float32 and no window. 2 to 8 tokens with a window, or with value-first states of 16 bits, are
-    three launches. Other calls, and all calls of the reference backend, run the three functions
-    above one after the other, each in the backend that is chosen for it;
-    `gdn_triton.explain_call` names the backends. On an accelerator the host reads no contents, so
-    a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
+    float32. These calls are one launch for few sequences and three launches for more, with the same
+    bits: one token with a window; 2 to 8 tokens with value-first states and counters, also with
+    num_accepted_tokens or with write_slots [N, T]; and with a window 2 to 4 tokens for states of
+    float32, 2 for states of 16 bits, where K and V are multiples of 16 and parents is None. With a
+    window more tokens, and trees, are three launches. Other calls, and all calls of the reference
+    backend, run the three functions above one after the other, each in the backend that is chosen
+    for it; `gdn_triton.explain_call` names the backends. On an accelerator the host reads no
+    contents, so a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the
@@ -113,6 +133,9 @@ def layer_step(
             gate=gate,
             norm_weight=norm_weight,
             counters=counters,
+            write_slots=write_slots,
+            num_accepted_tokens=num_accepted_tokens,
+            parents=parents,
         ),
         options=LayerOptions(
             activation=activation,

@@ -79,18 +79,21 @@ def load_triton() -> Plan:
     from gdn_triton.step.triton import kernel, tokens_plan, window
 
     def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
-        if not problem.has_window:
-            if tokens_plan.runs_at_once(problem):
-                return tokens_plan.plan(problem, call)
-            if problem.T == 1:
-                return kernel.plan(problem, call)
-        else:
+        p = problem
+        # The kernels of one token take only its read slot.
+        is_plain = p.most_accepted == 0 and not p.has_write_slots and not p.is_tree
+        if not p.has_window:
+            if tokens_plan.runs_at_once(p):
+                return tokens_plan.plan(p, call)
+            if p.T == 1 and is_plain:
+                return kernel.plan(p, call)
+        elif not p.is_tree:
             step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
             rule = validate_step(step)
-            if problem.T == 1 and window.runs_at_once(problem, rule):
-                return window.plan(problem, call, rule, step.inputs)
-            if problem.T > 1 and tokens_plan.window_runs_at_once(problem, rule):
-                return tokens_plan.plan_window(problem, call, rule, step.inputs)
+            if p.T == 1 and is_plain and window.runs_at_once(p, rule):
+                return window.plan(p, call, rule, step.inputs)
+            if p.T > 1 and tokens_plan.window_runs_at_once(p, rule):
+                return tokens_plan.plan_window(p, call, rule, step.inputs)
         norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
         return functools.partial(parts.run, norm=norm)
 

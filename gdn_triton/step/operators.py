@@ -24,7 +24,7 @@ _SCHEMA: Final = (
     "Tensor? gate, Tensor? norm_weight, Tensor(i!)? counters, str? activation, float norm_eps, "
     "str norm_activation, "
     "bool allow_neg_eigval, bool use_qk_l2norm_in_kernel, float? scale, bool state_v_first, "
-    "str skip"
+    "str skip, Tensor? write_slots, Tensor? num_accepted_tokens, Tensor? parents"
 )
 _WINDOW_SCHEMA: Final = (
     f"{_SCHEMA}, Tensor(c!) u, Tensor(d!) k, Tensor(e!) g, Tensor(f!) calls, Tensor start, "

@@ -12,7 +12,13 @@ from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.norm.backends import NORM
 from gdn_triton.norm.validation import validate_norm
 from gdn_triton.recurrent.api import check_step, recurrent_step
-from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem, step_arguments
+from gdn_triton.step.problem import (
+    LayerCall,
+    LayerOperands,
+    LayerProblem,
+    conv_arguments,
+    step_arguments,
+)
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
@@ -31,22 +37,23 @@ def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None 
         NORM.choose(validate_norm(x.gate, x.gate, x.norm_weight, *of_norm, False))
     mixed_qkv = x.mixed_qkv
     if x.conv_weight is not None:
-        assert x.conv_state is not None
-        mixed_qkv = causal_conv1d_update(
-            mixed_qkv,
-            x.conv_weight,
-            x.conv_bias,
-            options.activation,
-            state=x.conv_state,
-            read_slots=x.read_slots,
-            skip=options.skip,
-        )
+        mixed_qkv = causal_conv1d_update(mixed_qkv, **conv_arguments(call))
     o = recurrent_step(mixed_qkv=mixed_qkv, **step)
     if x.gate is None or x.norm_weight is None:
         return o
     if norm is not None:
         return norm(x, o)
     y = rms_norm_gated(o, x.gate, x.norm_weight, *of_norm)
-    live = x.read_slots > LAST_SKIPPED[options.skip]
     # Select y here, because the gate of a skipped sequence may hold NaN.
+    live = _start_slots(call) > LAST_SKIPPED[options.skip]
     return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)
+
+
+def _start_slots(call: LayerCall) -> Tensor:
+    """Returns [N]: the slot of the state from which each sequence starts, or padding."""
+    slots, accepted = call.inputs.read_slots, call.inputs.num_accepted_tokens
+    if accepted is None or slots.dim() == 1:
+        return slots
+    columns = torch.arange(1, slots.shape[1] + 1, device=slots.device)
+    # A sequence whose number is not in 1 to S has no column.
+    return torch.where(columns == accepted[:, None], slots, -1).amax(1)

@@ -23,6 +23,9 @@ class LayerOperands(NamedTuple):
     gate: Tensor | None
     norm_weight: Tensor | None
     counters: Tensor | None
+    write_slots: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    parents: Tensor | None = None
 
 
 # The most tokens of a sequence in a call of the kernels.
@@ -57,10 +60,14 @@ class LayerCall(NamedTuple):
 
 def step_arguments(call: LayerCall) -> dict[str, Any]:
     """Returns the arguments of the call's `gdn_triton.recurrent_step`, except mixed_qkv."""
-    x, options = call.inputs, call.options
+    x, options, has_window = call.inputs, call.options, call.window is not None
     return {
         "state": x.state,
         "read_slots": x.read_slots,
+        # With a window these two are arguments of the convolution alone.
+        "write_slots": None if has_window else x.write_slots,
+        "num_accepted_tokens": None if has_window else x.num_accepted_tokens,
+        "parents": x.parents,
         "a": x.a,
         "b": x.b,
         "A_log": x.A_log,
@@ -72,6 +79,38 @@ def step_arguments(call: LayerCall) -> dict[str, Any]:
         "skip": options.skip,
         "window": call.window,
         "positions": call.positions,
+    }
+
+
+def most_accepted(call: LayerCall) -> int:
+    """Returns S, the largest number of accepted tokens of a sequence, or 0 without
+    num_accepted_tokens."""
+    x = call.inputs
+    if x.num_accepted_tokens is None:
+        return 0
+    S: int = x.read_slots.shape[1] if call.window is None else call.window.max_tokens
+    return S
+
+
+def conv_arguments(call: LayerCall) -> dict[str, Any]:
+    """Returns the arguments of the call's `gdn_triton.causal_conv1d_update`, except x. The call has
+    a convolution."""
+    x, options = call.inputs, call.options
+    assert x.conv_weight is not None and x.conv_state is not None
+    state, slots = x.conv_state, x.read_slots
+    if x.num_accepted_tokens is not None:
+        state = state[..., : x.conv_weight.shape[1] - 2 + most_accepted(call)]
+        slots = slots if slots.dim() == 1 else slots[:, 0]
+    return {
+        "weight": x.conv_weight,
+        "bias": x.conv_bias,
+        "activation": options.activation,
+        "state": state,
+        "read_slots": slots,
+        "write_slots": x.write_slots,
+        "skip": options.skip,
+        "num_accepted_tokens": x.num_accepted_tokens,
+        "parents": x.parents,
     }
 
 
@@ -103,4 +142,9 @@ class LayerProblem:
     has_window: bool
     has_tickets: bool  # counters, or the tickets of a window
     has_norm: bool
+    most_accepted: int  # S, with num_accepted_tokens; 0: without
+    has_write_slots: bool
+    every_token: bool  # write_slots has a slot for each token
+    slots: int  # of state
+    is_tree: bool  # parents are given
     unreadable: str | None  # a sentence why no kernel can read the tensors

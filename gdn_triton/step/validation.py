@@ -30,22 +30,28 @@ from gdn_triton._host.slots import (
     final_writes,
 )
 from gdn_triton._host.tensors import check_written, why_unreadable
+from gdn_triton.conv.validation import STEP, ConvArguments, validate_conv
+from gdn_triton.conv.validation import operands as conv_operands
 from gdn_triton.recurrent.api import call_of, check_step
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.validation_window import STEP_WRITES, WINDOW_NAMES
-from gdn_triton.recurrent.window import StepWindow
+from gdn_triton.recurrent.window import StepWindow, check_kind
 from gdn_triton.step.problem import (
     WRITTEN,
     LayerCall,
     LayerOperands,
     LayerOptions,
     LayerProblem,
+    conv_arguments,
+    most_accepted,
     step_arguments,
 )
 
 _OPTIONAL: Final = (
     *("dt_bias", "conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "counters"),
+    *("write_slots", "num_accepted_tokens", "parents"),
 )
+_INDICES: Final = ("read_slots", "write_slots", "num_accepted_tokens", "parents")
 _ACTIVATIONS: Final = ("silu", "sigmoid")
 
 
@@ -78,15 +84,18 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
     lead = dict(zip(("N", "T"), mixed.shape[:-1], strict=False))
     N, T = lead["N"], lead.get("T", 1)
-    check_shape("read_slots", x.read_slots, N=N)
+    if call.window is not None:
+        check_kind(call.window)
+    _check_drafts(call, N, T)
     check_shape("a", x.a, **lead, HV=HV)
     check_shape("b", x.b, **lead, HV=HV)
     check_shape("A_log", x.A_log, HV=HV)
     check_shape("dt_bias", x.dt_bias, HV=HV)
     check_shape("gate", x.gate, **lead, HV=HV, V=V)
     check_shape("norm_weight", x.norm_weight, V=V)
-    W = _check_conv(x, D)
-    check_dtypes({name: y for name, y in named.items() if name != "counters"}, ("read_slots",))
+    S = most_accepted(call)
+    W = _check_conv(x, D, S)
+    check_dtypes({name: y for name, y in named.items() if name != "counters"}, _INDICES)
     if x.conv_state is not None:
         held = torch.promote_types(mixed.dtype, x.conv_state.dtype)
         if held != x.conv_state.dtype:
@@ -98,6 +107,8 @@ def validate_layer(call: LayerCall) -> LayerProblem:
     tickets, (rows, columns) = x.counters, x.state.stride()[2:]
     _check_tickets("counters", tickets, x.state, H)
     span = (x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns
+    if _has_drafts(x):
+        check_step(mixed_qkv=mixed, **step_arguments(call))
     if call.window is not None or call.positions is not None:
         check_step(mixed_qkv=mixed, **step_arguments(call))
         if not torch.compiler.is_compiling():
@@ -139,6 +150,11 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         has_window=call.window is not None,
         has_tickets=tickets is not None,
         has_norm=x.norm_weight is not None,
+        most_accepted=S,
+        has_write_slots=x.write_slots is not None,
+        every_token=x.write_slots is not None and x.write_slots.dim() == 2,
+        slots=x.state.shape[0],
+        is_tree=x.parents is not None,
         unreadable=why_unreadable(read, tuple(read.values())),
     )
 
@@ -153,6 +169,51 @@ def _check_parts(x: LayerOperands) -> None:
             raise ValueError(must(missing, f"come with {name}", f"None, and {type_of(given)}"))
     if x.conv_bias is not None and x.conv_weight is None:
         raise ValueError(must("conv_bias", "be None without conv_weight", "a tensor"))
+
+
+def _has_drafts(x: LayerOperands) -> bool:
+    return not (x.write_slots is None and x.num_accepted_tokens is None and x.parents is None)
+
+
+def _check_drafts(call: LayerCall, N: int, T: int) -> None:
+    """Checks the shapes of the slots and of what says which tokens follow each other."""
+    x, has_window = call.inputs, call.window is not None
+    has_conv, slots, write = x.conv_state is not None, x.read_slots, x.write_slots
+    accepted, parents = x.num_accepted_tokens, x.parents
+    if accepted is None or has_window:
+        check_shape("read_slots", slots, N=N)
+    elif slots.dim() != 2 or slots.shape[0] != N or slots.shape[1] < 1:
+        expected = f"have shape [N={N}, S], S >= 1, with num_accepted_tokens"
+        raise ValueError(must("read_slots", expected, shape_of(slots)))
+    check_shape("num_accepted_tokens", accepted, N=N)
+    check_shape("parents", parents, N=N, T=T)
+    if write is not None and write.shape not in ((N,), (N, T)):
+        expected = f"have shape [{N}], a slot a sequence, or [{N}, {T}], a slot a token"
+        raise ValueError(must("write_slots", expected, shape_of(write)))
+    if accepted is not None:
+        if has_window and type(call.window.max_tokens) is not int:
+            raise TypeError(
+                must("window.max_tokens", "be an int", value_of(call.window.max_tokens))
+            )
+        _refuse("with num_accepted_tokens", write_slots=write, parents=parents)
+    if has_window and not has_conv:
+        # With a window only the convolution has these arguments.
+        where = "with window and without conv_weight"
+        _refuse(where, write_slots=write, num_accepted_tokens=accepted)
+    if has_window and write is not None and parents is None:
+        raise ValueError(must("parents", "be given with write_slots and window", "None"))
+    if parents is None or (has_window and not has_conv):
+        return
+    if write is None or write.dim() != 2:
+        found = "None" if write is None else shape_of(write)
+        expected = f"have shape [{N}, {T}], a slot a token, with parents"
+        raise ValueError(must("write_slots", expected, found))
+
+
+def _refuse(where: str, **tensors: Tensor | None) -> None:
+    for name, given in tensors.items():
+        if given is not None:
+            raise ValueError(must(name, f"be None {where}", "a tensor"))
 
 
 def _check_tickets(name: str, tickets: Tensor | None, state: Tensor, H: int) -> None:
@@ -191,9 +252,9 @@ def _check_options(options: LayerOptions) -> tuple[float | None, float]:
     return scale, eps
 
 
-def _check_conv(x: LayerOperands, D: int) -> int:
-    """Checks the convolution's arguments and returns the number of taps, 0 without a
-    convolution."""
+def _check_conv(x: LayerOperands, D: int, S: int) -> int:
+    """Checks the convolution's arguments and returns the number of taps, 0 without a convolution.
+    S: the largest number of accepted tokens, 0 without."""
     weight, state = x.conv_weight, x.conv_state
     if weight is None or state is None:
         return 0
@@ -201,7 +262,13 @@ def _check_conv(x: LayerOperands, D: int) -> int:
         expected = f"have shape {shaped(D=D)[:-1]}, W >= 1]"
         raise ValueError(must("conv_weight", expected, shape_of(weight)))
     W = weight.shape[1]
-    if state.dim() != 3 or state.shape[1:] != (D, W - 1):
+    if S > 0:
+        if W < 2:
+            raise ValueError(must("conv_weight", "have W >= 2 with num_accepted_tokens", f"W={W}"))
+        if state.dim() != 3 or state.shape[1] != D or state.shape[2] < W - 2 + S:
+            expected = f"have shape [slots, D={D}, at least W - 2 + S={W - 2 + S}]"
+            raise ValueError(must("conv_state", expected, shape_of(state)))
+    elif state.dim() != 3 or state.shape[1:] != (D, W - 1):
         expected = f"have shape [slots, D={D}, W - 1={W - 1}]"
         raise ValueError(must("conv_state", expected, shape_of(state)))
     check_shape("conv_bias", x.conv_bias, D=D)
@@ -242,10 +309,34 @@ def check_contents(p: LayerProblem, call: LayerCall) -> None:
     if p.device.type != "cpu":
         return
     x = call.inputs
-    if p.has_window:
+    if p.has_window or _has_drafts(x):
         check_step(mixed_qkv=x.mixed_qkv, **step_arguments(call))
+    if _has_drafts(x):
+        if p.W > 0:
+            given = {"has_initial_state": None, "cu_seqlens": None, **conv_arguments(call)}
+            args = ConvArguments(x=x.mixed_qkv, **given)
+            conv_operands(validate_conv(args, STEP), args, STEP)
+        _check_accepted(p, x)
+        return
     slots = x.read_slots.tolist()
     for pool in (x.state, x.conv_state):
         if isinstance(pool, Tensor):
             check_read_in_pool(slots, pool.shape[0])
     check_once("read_slots", final_writes(slots, slots, p.last_skipped))
+
+
+def _check_accepted(p: LayerProblem, x: LayerOperands) -> None:
+    """Checks that the convolution and the rule skip the same sequences."""
+    if x.num_accepted_tokens is None or p.W == 0:
+        return
+    last, S = p.last_skipped, p.most_accepted
+    slots = x.read_slots if x.read_slots.dim() == 2 else x.read_slots[:, None]
+    rows = slots.tolist()
+    for n, (row, accepted) in enumerate(zip(rows, x.num_accepted_tokens.tolist(), strict=True)):
+        known = 1 <= accepted <= S
+        if p.has_window and row[0] > last and not known:
+            given = f"{accepted} at index {n}"
+            raise ValueError(must("num_accepted_tokens", f"be 1 to {S} with window", given))
+        if not p.has_window and known and (row[accepted - 1] > last) != (row[0] > last):
+            expected = "have padding in none or in both of column 0 and the column of the state"
+            raise ValueError(must("read_slots", expected, f"{row} for sequence {n}"))

@@ -12,6 +12,8 @@ from choice_cases import problem
 from chunk_cases import call_with_state, check
 from helpers import BF16, FP16, Case, Inputs, cases, make_inputs, pieces, same_bits
 from hopper_cases import (
+    MANY_KEYS,
+    MANY_KEYS_PACKED,
     ODD_STRIDES,
     ONE_TO_ONE,
     ONE_TOKEN,
@@ -68,7 +70,8 @@ UNEVEN = {
         ({"v_dtype": FP16}, "all in bfloat16 or all in float16"),
         (dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), torch.float32), "all in bfloat16 or"),
         ({"chunk_size": 32}, "chunk_size is 32"),
-        ({"K": 256}, "K is 256"),
+        ({"K": 256, "V": 512}, None),
+        ({"K": 264}, "K is 264"),
         ({"K": 60}, "K is 60"),
         ({"V": 100}, "V is 100"),
         ({"pool_dtype": torch.float32}, None),
@@ -77,6 +80,8 @@ UNEVEN = {
         ({"N": 1, "B": 1}, None),
         ({"N": 1, "B": 1, "H": 8, "HV": 16}, "has 16 states"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096}, None),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "T": 4096, "K": 136}, "has 32 times 64 columns"),
+        ({"N": 1, "B": 1, "H": 8, "HV": 16, "K": 136, "V": 256}, None),
         ({"N": 1, "B": 1, "H": 8, "HV": 16, "batch_invariant": True}, None),
     ],
 )
@@ -94,6 +99,7 @@ ONE_SEQUENCE = {"N": 1, "B": 1}
         ({}, False),
         (ONE_SEQUENCE | {"T": 8192}, True),
         (ONE_SEQUENCE | {"T": 8192, "batch_invariant": True}, False),
+        (ONE_SEQUENCE | {"T": 8192, "K": 136}, False),
         (ONE_SEQUENCE | {"T": 1024}, False),
         (ONE_SEQUENCE | {"T": 2048, "HV": 16}, True),
         (ONE_SEQUENCE | {"T": 4096, "HV": 1}, True),
@@ -122,14 +128,27 @@ def test_calls_that_are_cut(change: dict[str, Any], is_cut: bool) -> None:
 @pytest.mark.parametrize("T", [600, 4000, 33000, 2**20])
 @pytest.mark.parametrize("longest", [(0, 0, 0), (0.5, 0.2, 0.1), (0.9, 0.02, 0)])
 def test_cuts(HV: int, V: int, T: int, longest: tuple[float, ...]) -> None:
-    """The first segment is the longest, and some sequence is longer. The kernels rely on the
-    former: a sequence has at most one later segment for each ``rest`` chunks of its own."""
+    """No segment is short, and some sequence is longer than the first one."""
     tokens = [int(T * share) for share in longest]
     p = replace(COMMON, B=1, T=T, N=4, HV=HV, V=V, is_varlen=True, longest=(*tokens,))
     cut = choose_cut(132, p)
     if cut is not None:
-        assert 4 <= cut.rest <= cut.first < max(chunks for chunks, _ in lengths_of(p))
+        assert 4 <= cut.rest and 4 <= cut.first < max(chunks for chunks, _ in lengths_of(p))
         assert V > 64 or (cut.first_states, cut.later_states) == (1, 1)
+
+
+@pytest.mark.parametrize("cut", [Cut(1, 1), Cut(4, 2), Cut(2, 4), Cut(1, 7)])
+@pytest.mark.parametrize("lengths", [(2000,), (129,) * 9, (0, 70, 700, 1), (65, 64, 66, 513)])
+def test_slots(lengths: tuple[int, ...], cut: Cut) -> None:
+    """Packed sequences never have more segments after their first ones than there are slots."""
+    from gdn_triton.chunk.triton.hopper.launch import make_segments
+
+    sizes = {"B": 1, "T": sum(lengths), "N": len(lengths), "is_varlen": True}
+    p = replace(COMMON, **sizes, device=torch.device("cpu"))
+    segments = make_segments(p, cut)
+    counts = [-(-max(n - 64 * cut.first, 0) // (64 * cut.rest)) for n in lengths]
+    assert sum(counts) <= segments.slots == segments.NS <= segments.BS
+    assert sum(count > 1 for count in counts) <= segments.most_long
 
 
 @pytest.mark.parametrize(
@@ -245,6 +264,8 @@ CASES = [
     SMALL_PACKED,
     SEVERAL,
     ONE_TO_ONE,
+    MANY_KEYS,
+    MANY_KEYS_PACKED,
 ]
 
 
@@ -259,7 +280,7 @@ def test_regimes(case: Case, v_first: bool, dtype: torch.dtype) -> None:
 
 @hopper
 @pytest.mark.usefixtures("gluon")
-@pytest.mark.parametrize("case", cases([PACKED, CASES[0]]))
+@pytest.mark.parametrize("case", cases([PACKED, CASES[0], MANY_KEYS_PACKED]))
 def test_options(case: Case) -> None:
     x = make_inputs(case, BF16, "cuda", raw=True)
     heads = torch.linspace(-1, 1, case.HV, device="cuda")
@@ -303,14 +324,19 @@ def gates_of(kind: str, g: Tensor) -> Tensor:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("kind", ["none", "strong", "growing", "far", "infinite"])
-@pytest.mark.parametrize("case", cases([PACKED, CASES[3]]))
+@pytest.mark.parametrize("case", cases([PACKED, CASES[3], MANY_KEYS_PACKED]))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gates(case: Case, kind: str, dtype: torch.dtype) -> None:
     x = make_inputs(case, dtype, "cuda")
     check(case, x.but(g=gates_of(kind, x.g)), "cuda")
 
 
-CUTS = [Cut(1, 1), Cut(3, 1, first_states=2, later_states=2), Cut(2, 2, later_states=2)]
+CUTS = [
+    Cut(1, 1),
+    Cut(1, 2, first_states=2),
+    Cut(3, 1, first_states=2, later_states=2),
+    Cut(2, 2, later_states=2),
+]
 
 
 @hopper
@@ -380,19 +406,20 @@ def test_not_a_number_before_a_window(name: str, monkeypatch: pytest.MonkeyPatch
 
 @hopper
 @pytest.mark.usefixtures("gluon")
-def test_same_bits() -> None:
+@pytest.mark.parametrize("case", cases([CASES[3], MANY_KEYS_PACKED]))
+def test_same_bits(case: Case) -> None:
     """Again; and each sequence alone, packed and padded, in blocks with one state."""
-    x = make_inputs(CASES[3], BF16, "cuda")
-    o, state = call_with_state(x, CASES[3])
+    x = make_inputs(case, BF16, "cuda")
+    o, state = call_with_state(x, case)
     for _ in range(5):
-        again, its_state = call_with_state(x, CASES[3])
+        again, its_state = call_with_state(x, case)
         assert same_bits(o, again) and same_bits(state, its_state)
-    offsets = CASES[3].offsets()
+    offsets = case.offsets()
     for n, inside in enumerate(pieces(o, offsets)):
-        if n not in (0, 1, 39):
+        if n not in (0, 1, case.N - 1):
             continue
         for packed in (True, False):
-            alone, its_state = call_with_state(alone_of(x, n, offsets, packed), CASES[3])
+            alone, its_state = call_with_state(alone_of(x, n, offsets, packed), case)
             assert same_bits(inside, alone) and same_bits(state[n], its_state[0])
 
 
@@ -407,18 +434,19 @@ def alone_of(x: Inputs, n: int, offsets: list[int], packed: bool) -> Inputs:
 @hopper
 @pytest.mark.usefixtures("gluon")
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_not_a_number(name: str) -> None:
+@pytest.mark.parametrize(("case", "number"), [(PACKED, 7), (MANY_KEYS_PACKED, 2)])
+def test_not_a_number(name: str, case: Case, number: int) -> None:
     """A NaN changes no sequence but its own, whose tokens before it are in another chunk."""
-    x = make_inputs(PACKED, BF16, "cuda")
-    o, state = call_with_state(x, PACKED)
-    first = PACKED.offsets()[7]
+    x = make_inputs(case, BF16, "cuda")
+    o, state = call_with_state(x, case)
+    first = case.offsets()[number]
     broken = getattr(x, name).clone()
     broken[:, first + 70] = torch.nan
-    found, its_state = call_with_state(x.but(**{name: broken}), PACKED)
+    found, its_state = call_with_state(x.but(**{name: broken}), case)
     kept = torch.ones(o.shape[1], dtype=torch.bool, device="cuda")
-    kept[first + 64 : PACKED.offsets()[8]] = False
+    kept[first + 64 : case.offsets()[number + 1]] = False
     assert same_bits(found[:, kept], o[:, kept])
-    others = torch.arange(PACKED.N, device="cuda") != 7
+    others = torch.arange(case.N, device="cuda") != number
     assert same_bits(its_state[others], state[others])
     assert found[:, first + 70].isnan().any()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import backward, page, plot, rows
-from benchmarks.records import DEFAULT, EITHER, LIBRARY, Ratio, Run
+from benchmarks.records import DEFAULT, EITHER, LIBRARY, ROOF, Ratio, Run
 from benchmarks.report import Report
 
 HEADER = {
@@ -270,13 +270,9 @@ def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: P
         ("a GPU", DEFAULT, "FlashInfer"),
         ("a GPU", LIBRARY, "FLA"),
         ("a GPU", LIBRARY, "FlashInfer"),
+        ("a GPU", DEFAULT, page.OURS_LIBRARY),
         ("a GPU", LIBRARY, page.OURS_TRITON),
     }
-    assert page.parts([*files, added])["short"].endswith(
-        "the means are: Prefill, gates of a model: FlashInfer **0.40**; Training step (forward and "
-        "backward): FLA 1.50.\n\nWithout the CUDA library, on Triton kernels, the means on one new "
-        "are: Prefill, gates of a model: FLA **0.50**.\n"
-    )
 
 
 def test_tables_name_every_loss(files: list[Path]) -> None:
@@ -291,13 +287,15 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
         in (made["summary"])
     )
     assert made["short"] == (
-        "One a GPU, runs of 2026-01-01:\n\n"
+        "Default install, one a GPU, 2026-01-01:\n\n"
+        "| call | FLA | FlashInfer | FlashQLA |\n| --- | --- | --- | --- |\n"
+        "| Prefill, gates of a model | 1.50 (0 of 1) | **0.40** (1 of 1) | - |\n"
+        "| Decode step, float32 pool, value-first | - | **0.62** (1 of 1) | - |\n"
+        "| Training step (forward and backward) | 1.50 (0 of 1) | - | - |\n"
+        "\nWith the CUDA library, one a GPU, 2026-01-01:\n\n"
         "| call | FLA | FlashInfer | FlashQLA |\n| --- | --- | --- | --- |\n"
         "| Prefill, gates of a model | 3.00 (0 of 1) | **0.80** (1 of 1) | - |\n"
-        "| Decode step, float32 pool, value-first | - | **0.62** (1 of 1) | - |\n"
         "| Training step (forward and backward) | 3.00 (0 of 1) | - | - |\n"
-        "\nWithout the CUDA library, on Triton kernels, the means are: Prefill, gates of a model: "
-        "FLA 1.50, FlashInfer **0.40**; Training step (forward and backward): FLA 1.50.\n"
     )
     lost = [line.split(" | ")[:4] for line in made["losses"].splitlines()[2:]]
     assert [line[0].removeprefix("| ") for line in lost] == [
@@ -344,6 +342,33 @@ def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> No
     assert "| 8 x 4 tokens | 16/32 | float32 |" in page.decode_table([path])
 
 
+def test_last_states_are_compared_with_last_states(files: list[Path], tmp_path: Path) -> None:
+    """Of several tokens FLA writes the last state alone, as a row of ours does."""
+    head, step, _ = page.read(files[2])
+    last = {
+        "gdn_triton, key-first, last state": {"time": 6.0},
+        "FlashInfer, last state, value-first": {"time": 9.0},
+        "FLA, states": {"time": 3.0},
+    }
+    drafts = {**step, "tokens": 4, "results": step["results"] | last}
+    path = write_records(tmp_path / "drafts.jsonl", [head, drafts])
+    found = {(x.what.split(", ", 2)[2], x.other): x.value for x in page.all_ratios([path])}
+    assert found == {
+        ("key-first", "FlashInfer"): 1.0,
+        ("key-first", ROOF): 0.8,
+        ("value-first", "FlashInfer"): 0.625,
+        ("value-first", ROOF): 0.5,
+        ("key-first, last state", "FlashInfer"): 1.5,
+        ("key-first, last state", "FLA"): 0.5,
+        ("key-first, last state", ROOF): 8 / 6,
+    }
+    row = "| 8 x 4 tokens{} | 16/32 | float32 | 8.0 | {} |"
+    assert page.decode_table([path]).splitlines()[4:] == [
+        row.format("", "16.0 | **10.0** | - | - | **10.0** | -"),
+        row.format(", last state", "- | 6.0 | - | - | 9.0 | **3.0**"),
+    ]
+
+
 def test_records_need_a_header(tmp_path: Path) -> None:
     """Those of benchmarks.conv, host and prefill have none: no page shows them."""
     path = write_records(tmp_path / "a.jsonl", [{"sequences": "1 x 2"}])
@@ -374,7 +399,7 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
     data = plot.plots(page.all_ratios(files))
     assert list(data) == ["prefill.svg", "decode.svg", "training.svg"]
     assert data["prefill.svg"]["rows"] == {
-        "16/32 1x8192, 100 us": {"FLA": 3.0, "gdn_triton Triton": 2.0, "FlashInfer": 0.8}
+        "16/32 1x8192, 200 us": {"FLA": 1.5, "FlashInfer": 0.4, "gdn_triton CUDA": 0.5}
     }
     assert data["decode.svg"]["panels"]["float32 pool"] == {
         "gdn_triton, key-first": {"8": 80.0},
@@ -382,15 +407,15 @@ def test_plots_show_the_ratios(files: list[Path]) -> None:
         "FlashInfer": {"8": 80.0},
     }
     assert data["training.svg"]["rows"] == {
-        "16/32 1x8192, 20 us": {"FLA": 3.0, "gdn_triton Triton": 2.0}
+        "16/32 1x8192, 40 us": {"FLA": 1.5, "gdn_triton CUDA": 0.5}
     }
-    mild = Ratio("GPU", "Prefill, mild gates", LIBRARY, "FLA", "2/8 1x2048", 2.0, 1.0)
+    mild = Ratio("GPU", "Prefill, mild gates", DEFAULT, "FLA", "2/16 1x2048", 2.0, 1.0)
     assert plot.plots([mild]) == {}, "a call that is not among those that are plotted"
 
 
 def test_a_plotted_case_is_of_its_last_run() -> None:
     """Another run's ratio would stand beside a time of ours that it has nothing to do with."""
-    place = "GPU", "Prefill, gates of a model", LIBRARY
+    place = "GPU", "Prefill, gates of a model", DEFAULT
     case = "16/32 4x8192, model gates"
     before = Ratio(*place, "FLA", case, 3.0, 200.0)
     last = Ratio(*place, "FlashQLA", case, 2.0, 100.0)

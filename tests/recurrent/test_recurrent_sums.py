@@ -1,8 +1,10 @@
 """The sums of a token over K, alone: against float64, and in any order of K; and the forms."""
 
+import itertools
+
 import pytest
 import torch
-from helpers import FP16, FP32, same_bits
+from helpers import BF16, FP16, FP32, same_bits
 from recurrent_cases import STEPS, Sizes, step_call
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from gdn_triton._triton.tiles import UNFUSED, Tile
 from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.triton import plan
 from gdn_triton.recurrent.triton.form import RecurrentForm, recurrent_form
-from gdn_triton.recurrent.triton.sums import column_sums, products
+from gdn_triton.recurrent.triton.sums import column_sums, products, sum_of_rows
 
 
 @triton.jit
@@ -50,6 +52,9 @@ def column_sums_kernel(
     sq, sk = column_sums(tiles, 0, b_q, b_k, ROWS, FOLD, V_FIRST)
     tl.store(out + j, sq)
     tl.store(out + V + j, sk)
+
+
+_BF16_MARK = pytest.mark.gpu("bf16 is not used in Triton's interpreter")
 
 
 def products_of(q: Tensor, k: Tensor, words: bool) -> Tensor:
@@ -106,8 +111,27 @@ def test_column_sums(rows: int, fold: int, v_first: bool, device: str) -> None:
         assert ((found.double() - exact).abs() <= bound).all()
 
 
+@triton.jit
+def sum_of_rows_kernel(x, out, ROWS: tl.constexpr, V: tl.constexpr):
+    i, j = tl.arange(0, ROWS), tl.arange(0, V)
+    p = x + i[:, None] * V + j[None, :]
+    tl.store(out + j, tl.split(sum_of_rows(tl.join(tl.load(p), -tl.load(p))))[0])
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("V", [4, 16, 64])
+def test_sum_of_rows(V: int, warps: int, device: str) -> None:
+    """The order of the additions is that of the function's text in every register layout."""
+    x = torch.randn(8, V).to(device)
+    out = torch.empty(V, device=device)
+    sum_of_rows_kernel[(1,)](x, out, 8, V, num_warps=warps, **UNFUSED)
+    pairs = x[0::2] + x[1::2]
+    pairs = pairs[:2] + pairs[2:]
+    assert same_bits(out, pairs[0] + pairs[1])
+
+
 # Bytes of all states of a call: a few, more, those that fit the cache, and still more.
-STATE_BYTES = [0, 2**23, 2**24, 2**28]
+STATE_BYTES = [0, 2**22, 2**23, 2**24, 2**25, 2**28]
 
 
 @pytest.mark.parametrize("one_token", [False, True])
@@ -125,16 +149,31 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
         assert BK * BV * form.parts * itemsize <= 64 * 32 * warps * 4
         assert (form.parts - 1) * BV < V
         BR = BK // form.rows
-        assert 2**form.fold < BR
-        # Value-first a thread holds the rows of its load, key-first one row in each of its loads.
-        assert 2**form.fold <= (8 if v_first else max(1, BR * BV // (32 * warps * 8)))
-        assert form.fold == 0 or itemsize == 2
-        if v_first:
-            assert warps == 1 and form.rows == 1
+        assert 2**form.fold < BR or BK == form.rows * 2**form.fold
+        assert form.fold == 0 or itemsize == 2 or not v_first
         common = recurrent_form(K, V, v_first, itemsize)
-        assert form[2:4] == common[2:4] and form[5:] == common[5:]
-        if not v_first:
-            assert form._replace(tile=form.tile._replace(maxnreg=None)) == common
+        assert form.words == common.words and form.fast == common.fast
+        if v_first:
+            assert warps == 1 and form.rows == 1 and form.fold == common.fold
+            # A thread holds the rows of its load.
+            assert 2**form.fold <= 8
+            continue
+        # The number of sums of a column that threads share, and the rows in each sum.
+        shared = BR // 2**form.fold
+        assert shared == BK // common.rows // 2**common.fold
+        assert shared * form.rows * 2**form.fold == BK
+        # Each of these sums lies in one thread, which loads four numbers at once, or eight.
+        assert 32 * warps * (16 // itemsize) >= shared * BV or 128 == shared * BV
+
+
+def test_sequences_have_one_tile_of_rows() -> None:
+    """The rows of their states may have decays, by which the kernel multiplies one tile."""
+    for K in (16, 64, 128, 256):
+        for one_token in (False, True):
+            form = recurrent_form(K, 128, False, 4, is_step=False, one_token=one_token)
+            other = recurrent_form(K, 128, False, 4, one_token=one_token)
+            assert form.rows == 1
+            assert form.rows * 2**form.fold == other.rows * 2**other.fold
 
 
 def test_forms_of_the_common_head() -> None:
@@ -148,38 +187,54 @@ def test_forms_of_the_common_head() -> None:
     ):
         form = recurrent_form(128, 128, True, 2, state_bytes=state_bytes)
         assert form == RecurrentForm(tile, parts, 1, **narrow)
-    narrow["fold"] = 2
-    assert recurrent_form(128, 128, False, 2) == RecurrentForm(Tile(128, 32, 1, 1), 1, 4, **narrow)
-    many = recurrent_form(128, 128, False, 2, state_bytes=2**28)
-    assert many == RecurrentForm(Tile(128, 32, 1, 1, 168), 1, 4, **narrow)
-    assert recurrent_form(128, 128, False, 4) == RecurrentForm(Tile(128, 64, 4, 1))
+    narrow.pop("fold")
+    for state_bytes, tile, rows, fold in (
+        (0, Tile(128, 16, 1, 1), 16, 0),
+        (2**22, Tile(128, 32, 1, 1), 4, 2),
+        (2**28, Tile(128, 32, 1, 1, 168), 4, 2),
+    ):
+        form = recurrent_form(128, 128, False, 2, state_bytes=state_bytes)
+        assert form == RecurrentForm(tile, 1, rows, fold, **narrow)
+    for state_bytes, tile, rows, fold in (
+        (0, Tile(128, 16, 1, 1), 16, 0),
+        (2**24, Tile(128, 32, 2, 1), 16, 0),
+        (2**25, Tile(128, 64, 4, 1), 1, 4),
+    ):
+        form = recurrent_form(128, 128, False, 4, state_bytes=state_bytes)
+        assert form == RecurrentForm(tile, 1, rows, fold, words=True, fast=True)
     for state_bytes, BV in ((0, 4), (2**23, 16)):
         form = recurrent_form(128, 128, True, 4, state_bytes=state_bytes)
         assert form == RecurrentForm(Tile(128, BV, 1, 1), words=True, fast=True)
 
 
 @pytest.mark.parametrize("tokens", ["one", "several", "packed"])
-def test_parts_change_no_bits(tokens: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A column's o and state are the same whether its program owns one tile, of 8 or 16 columns, or
-    four. The last of two programs with four owns half of a tile, and three tiles past V."""
+@pytest.mark.parametrize("V", [36, 100])
+@pytest.mark.parametrize("pool", [FP32, FP16, pytest.param(BF16, marks=_BF16_MARK)])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_forms_change_no_bits(
+    v_first: bool, pool: torch.dtype, V: int, tokens: str, device: str,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A column's o and state are the same in the forms of all numbers of states and of tokens.
+    With V = 36 and value-first states of 16 bits, the last of two programs with four tiles owns
+    half of a tile, and three tiles past V."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
     row = {name: values[0] for name, values in STEPS.items()}
-    row |= {"dtype": FP16, "pool": FP16, "tokens": tokens, "v_first": True, "l2norm": True}
-    row |= {"sizes": Sizes(B=3, T=2, H=1, HV=2, K=128, V=36), "mixed": True, "raw": True}
+    row |= {"dtype": FP16, "pool": pool, "tokens": tokens, "v_first": v_first, "l2norm": True}
+    row |= {"sizes": Sizes(B=3, T=2, H=1, HV=2, K=128, V=V), "mixed": True, "raw": True}
     x = step_call(row, device).arguments
-    found = []
-    for state_bytes in STATE_BYTES:
-        monkeypatch.setattr(
-            plan,
-            "recurrent_form",
-            lambda *a, state_bytes=state_bytes, **options: recurrent_form(
-                *a, **{**options, "state_bytes": state_bytes}
-            ),
-        )
+    found, forms = [], set()
+    for state_bytes, one_token in itertools.product(STATE_BYTES, (True, False)):
+        chosen = {"state_bytes": state_bytes, "one_token": one_token}
+        form = recurrent_form(128, V, v_first, pool.itemsize, **chosen)
+        if form in forms:
+            continue
+        forms.add(form)
+        monkeypatch.setattr(plan, "recurrent_form", lambda *_, form=form, **__: form)
         # Plans that one call made must not serve the next one.
         monkeypatch.setattr(plans, "_plans", {})
         state = x["state"].clone()
         found.append((recurrent_step(**{**x, "state": state}), state))
-    assert recurrent_form(128, 36, True, 2, state_bytes=2**24).parts == 4
+    assert len(found) > 1
     for o, state in found[1:]:
         assert same_bits(o, found[0][0]) and same_bits(state, found[0][1])

@@ -337,7 +337,7 @@ def same_windows(x: StepWindow, y: StepWindow) -> bool:
     "pool, v_first",
     [(FP32, True), (FP16, False), (FP16, True), (torch.int8, False), (torch.int8, True)],
 )
-@pytest.mark.parametrize("states", [1, 2**20], ids=["few", "many"])
+@pytest.mark.parametrize("states", [1, 256, 1024, 2**20])
 def test_both_kernels_of_one_token(
     pool: torch.dtype,
     v_first: bool,

@@ -31,8 +31,8 @@ class Call(NamedTuple):
     moved: list[tuple[int, int]]
 
 
-def drawn_calls(count: int) -> Iterator[Call]:
-    number = torch.Generator().manual_seed(0)
+def drawn_calls(count: int, seed: int) -> Iterator[Call]:
+    number = torch.Generator().manual_seed(seed)
     order = torch.randperm(SLOTS, generator=number).tolist()
     slots, free = order[:SEQUENCES], order[SEQUENCES:]
     positions = [LONGEST] * SEQUENCES
@@ -97,7 +97,7 @@ def begin(pool: Tensor, window: StepWindow, moved: list[tuple[int, int]]) -> Non
     restart_window(window, places, torch.zeros_like(places))
 
 
-def check_replays(count: int, size: int, dtype: torch.dtype, device: str) -> None:
+def check_replays(count: int, size: int, dtype: torch.dtype, device: str, seed: int = 0) -> None:
     pool = torch.full((SLOTS, HEADS, size, size), torch.nan, device=device)
     window = make_window(SLOTS, 1, HEADS, size, size, dtype, device, max_tokens=DRAFTS)
     for y in (window.u, window.k, window.g):
@@ -123,7 +123,7 @@ def check_replays(count: int, size: int, dtype: torch.dtype, device: str) -> Non
     exact, narrow = (Recurrence(size, device, y) for y in (FP64, FP32))
     row = torch.arange(DRAFTS, device=device)
     seen: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
-    for call in drawn_calls(count):
+    for call in drawn_calls(count, seed):
         if call.moved:
             begin(pool, window, call.moved)
             for n, _ in call.moved:

@@ -31,8 +31,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def choose(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     """One launch, or three, for every number of sequences and of tokens."""
     most = 2**31 if at_once else 0
-    for name in ("MOST_PROGRAMS", "MOST_WINDOW_PROGRAMS", "MOST_ONE_TOKEN"):
+    for name in ("MOST_PROGRAMS", "MOST_DRAFTS", "MOST_ONE_TOKEN"):
         monkeypatch.setattr(tokens_plan, name, {4: most, 2: most})
+    monkeypatch.setattr(tokens_plan, "MOST_WINDOW_PROGRAMS", dict.fromkeys((2, 4), (8, most)))
     monkeypatch.setattr(plans, "_plans", {})
 
 
@@ -89,9 +90,9 @@ def test_bits_of_the_parts(case: Case, T: int, device: str) -> None:
 
 
 WINDOWS = [
-    WindowCase(H=1, HV=2, rows=8, max_tokens=3, v_first=True),
+    WindowCase(H=1, HV=2, V=48, rows=8, max_tokens=3, v_first=True),
     WindowCase(H=2, HV=6, K=20, V=33, N=4, rows=10, max_tokens=4),
-    WindowCase(H=1, HV=4, K=32, V=72, rows=16, max_tokens=8, dtype=FP16, pool=FP16, v_first=True),
+    WindowCase(H=1, HV=4, K=32, V=80, rows=16, max_tokens=8, dtype=FP16, pool=FP16, v_first=True),
 ]
 REAL_WINDOWS = [
     WindowCase(

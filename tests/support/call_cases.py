@@ -282,6 +282,24 @@ def make_window_layer_tokens(batch: Batch) -> dict[str, Any]:
     return x
 
 
+def make_layer_drafts(batch: Batch) -> dict[str, Any]:
+    """Two drafts of each sequence, after one or two accepted ones."""
+    x, N = make_layer_tokens(batch), batch.N
+    read_slots = torch.tensor([[4, 0], [1, 3], [-1, -1], [2, 5]])[:N]
+    accepted = torch.tensor([2, 1, 1, 2])[:N]
+    x |= {"read_slots": read_slots, "num_accepted_tokens": accepted}
+    return {**x, "conv_state": torch.randn(7, D, W)}
+
+
+def make_layer_tree(batch: Batch) -> dict[str, Any]:
+    """Two nodes of each sequence."""
+    x, N = make_layer_tokens(batch), batch.N
+    x |= {"write_slots": torch.arange(5, 13).view(4, 2)[:N]}
+    x |= {"parents": torch.tensor([[-1, 0], [-1, -1], [-1, 0], [-1, -1]])[:N]}
+    x |= {name: x[name].repeat(2, *(1,) * (x[name].dim() - 1)) for name in ("state", "conv_state")}
+    return {**x, "counters": x["counters"].repeat(2, 1)}
+
+
 def make_conv(batch: Batch) -> dict[str, Any]:
     x = {"x": torch.randn(*batch.lead, D), "weight": torch.randn(D, W), "bias": torch.randn(D)}
     return {**x, **batch.packed()}

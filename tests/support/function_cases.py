@@ -24,8 +24,10 @@ from call_cases import (
     make_conv,
     make_fold,
     make_layer,
+    make_layer_drafts,
     make_layer_step,
     make_layer_tokens,
+    make_layer_tree,
     make_mixed_step,
     make_norm,
     make_pooled_conv,
@@ -140,6 +142,7 @@ _LEFT = {"state": [2, 3, 6]}  # not written either
 
 # Not read by any sequence.
 _UNUSED = [0, 3, 5, 6]
+_LAYER = {name: [2] for name in ("mixed_qkv", "a", "b", "gate")}
 _WINDOW = {f"window.{name}": f"window.{name}" for name in ("u", "k", "g", "calls", "start")}
 _UNUSED_WINDOW = dict.fromkeys(("state", *_WINDOW), _UNUSED)
 
@@ -383,11 +386,7 @@ TABLE = (
         make_layer_step,
         SHORT,
         ("state", "conv_state"),
-        nobody={
-            **{name: [2] for name in ("mixed_qkv", "a", "b", "gate")},
-            "state": _UNUSED,
-            "conv_state": _UNUSED,
-        },
+        nobody={**_LAYER, "state": _UNUSED, "conv_state": _UNUSED},
         meaningless={"state": _UNUSED, "conv_state": _UNUSED},
     ),
     Function(
@@ -397,11 +396,7 @@ TABLE = (
         make_window_layer_step,
         SHORT,
         ("state", "conv_state", "window.u", "window.k", "window.g", "window.calls"),
-        nobody={
-            **{name: [2] for name in ("mixed_qkv", "a", "b", "gate", "positions")},
-            **_UNUSED_WINDOW,
-            "conv_state": _UNUSED,
-        },
+        nobody={**_LAYER, "positions": [2], **_UNUSED_WINDOW, "conv_state": _UNUSED},
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
         named={**_WINDOW, "window.tickets": "window.tickets"},
     ),
@@ -412,11 +407,7 @@ TABLE = (
         make_layer_tokens,
         SHORT,
         ("state", "conv_state"),
-        nobody={
-            **{name: [2] for name in ("mixed_qkv", "a", "b", "gate")},
-            "state": _UNUSED,
-            "conv_state": _UNUSED,
-        },
+        nobody={**_LAYER, "state": _UNUSED, "conv_state": _UNUSED},
         meaningless={"state": _UNUSED, "conv_state": _UNUSED},
         named={"counters": "counters"},
     ),
@@ -427,13 +418,34 @@ TABLE = (
         make_window_layer_tokens,
         SHORT,
         ("state", "conv_state", "window.u", "window.k", "window.g", "window.calls"),
-        nobody={
-            **{name: [2] for name in ("mixed_qkv", "a", "b", "gate", "positions")},
-            **_UNUSED_WINDOW,
-            "conv_state": _UNUSED,
-        },
+        nobody={**_LAYER, "positions": [2], **_UNUSED_WINDOW, "conv_state": _UNUSED},
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
         named={**_WINDOW, "window.tickets": "window.tickets"},
+    ),
+    Function(
+        "layer step of drafts",
+        "layer_step",
+        gdn_triton.layer_step,
+        make_layer_drafts,
+        SHORT,
+        ("state", "conv_state"),
+        nobody={**_LAYER, "state": [2, 3, 4, 6], "conv_state": _UNUSED},
+        meaningless={"state": [6], "conv_state": _UNUSED},
+        named={"counters": "counters"},
+    ),
+    Function(
+        "layer step of trees",
+        "layer_step",
+        gdn_triton.layer_step,
+        make_layer_tree,
+        SHORT,
+        ("state", "conv_state"),
+        nobody={
+            **{**_LAYER, "write_slots": [2], "parents": [2]},
+            **{name: [0, 3, *range(5, 14)] for name in ("state", "conv_state")},
+        },
+        meaningless={name: [0, 3, 9, 10, 13] for name in ("state", "conv_state")},
+        named={"counters": "counters"},
     ),
     Function("norm", "rms_norm_gated", gdn_triton.rms_norm_gated, make_norm, ROWS, gradients=BOTH),
     Function(

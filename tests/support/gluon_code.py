@@ -89,6 +89,11 @@ CALLS = [
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, FP16, HV=32, full=True), N=4, segments=1),
     Call(Shape(128, 128, BF16, HV=32, full=True), N=4, pool=True),
+    Call(Shape(256, 512, BF16, HV=8, full=False), N=4),
+    Call(Shape(192, 256, BF16, HV=8, full=True), N=4),
+    Call(Shape(256, 256, FP16, HV=8, full=False), N=4),
+    Call(Shape(200, 72, FP16, HV=8, full=True), N=4),
+    Call(Shape(256, 256, BF16, HV=8, full=True), N=4, pool=True),
 ]
 
 # The walks of the backward in blocks of two states or of one, and in segments of a chunk. Their
@@ -123,22 +128,26 @@ def advisories(ptx: str) -> list[str]:
     return re.findall(r"\(C75\d\d\).*", done.stdout + done.stderr)
 
 
-def local_memory_of_state(sass: str) -> int:
+def local_memory_of_state(sass: str, *, with_waits: bool = True) -> int:
     """Reads and writes of local memory in the loop of the state warps, which is the innermost one
-    around a product with 128 columns."""
+    around a product with 128 columns. with_waits: a wait before this product that repeats, which it
+    does after the end of the code, is a loop, too; the reads and writes from that wait on count."""
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
     local: list[int] = []
-    product = None
+    product, repeats = None, False
     for at, line in enumerate(sass.splitlines()):
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = at
-        elif branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line):
+        elif branch and (with_waits or not repeats):
             branches.append((at, branch[1]))
         elif re.search(r"\b(LDL|STL)\b", line):
             local.append(at)
         elif "HGMMA.64x128" in line:
             product = at
+        # A wait ends with a conditional branch and, after the end of the code, with a jump back.
+        repeats = bool(branch) and "@" in line
     assert product is not None, "no update of a state of 128 channels"
     loops = [(labels[x], at) for at, x in branches if labels[x] < product < at]
     first, last = max(loops)
@@ -270,7 +279,8 @@ def main() -> int:
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared = kernel.metadata.shared
             sass = disassembled(kernel.asm["cubin"])
-            local = local_memory_of_state(sass) if call.shape.K > 64 else 0
+            wide = call.shape.K > 128
+            local = local_memory_of_state(sass, with_waits=not wide) if call.shape.K > 64 else 0
             form = "pool" if call.pool else f"segments {call.segments}"
             line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
             print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)

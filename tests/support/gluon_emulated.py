@@ -13,6 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -162,9 +163,9 @@ def check_forward(
     segments: int = 0,
     norm: bool = False,
 ) -> None:
-    """segments: chunks of each but the first, which has one more, or 0 for whole sequences. norm: q
-    and k are normalised. Where the kernel does this itself, the result has the same bits as with a
-    separate norm."""
+    """segments: chunks of each but the first, which has one more if the seed is odd, or 0 for whole
+    sequences. norm: q and k are normalised. Where the kernel does this itself, the result has the
+    same bits as with a separate norm."""
     x = make_inputs(case, dtype, "cpu", seed=seed)
     x = x.but(g=GATES[gates](x.g))
     if norm:
@@ -176,7 +177,7 @@ def check_forward(
     cut = None
     if segments > 0:
         cut = Cut(
-            first=segments + 1,
+            first=segments + seed % 2,
             rest=segments,
             first_states=shape.states,
             later_states=shape.states,
@@ -185,6 +186,8 @@ def check_forward(
     with (
         mock.patch.object(launch, "shape_of_whole", lambda *_: shape),
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
+        # Few multiprocessors, so that packed sequences are ordered.
+        mock.patch.object(launch, "gpu_of", lambda _: Gpu("cuda", 90, 2)),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
         mock.patch.object(
@@ -255,6 +258,16 @@ FORWARD = [
     (LONG, "far", launch.ONE, FP16, 1),
     (gluon_case("small", T=200, B=2, K=40, V=72, HV=1), "strong", launch.TWO, BF16, 1),
     (gluon_case("wide", T=460, K=40, V=72, HV=1), "returning", launch.ONE, BF16, 2),
+    # The later segments of one sequence have all slots, and there are programs for another.
+    (gluon_case("alone", lengths=(257, 17), K=40, V=72, HV=1), "mild", launch.ONE, BF16, 1),
+    (
+        gluon_case("keys", lengths=(0, 70, 330), orphans=70, HV=1, K=200, V=72),
+        "far",
+        launch.WIDE,
+        BF16,
+        0,
+    ),
+    (gluon_case("keys", T=330, HV=1, K=256, V=64), "steep", launch.WIDE, FP16, 0),
 ]
 
 
@@ -309,6 +322,10 @@ def drawn(seed: int) -> tuple[str, Callable[[], None]]:
     case, gates = gluon_case("random", **sizes), draw.choice(list(GATES))
     shape, dtype = draw.choice([launch.ONE, launch.TWO]), draw.choice([BF16, FP16])
     races, segments = draw.random() < 0.5, draw.choice([0, 0, 1, 2])
+    if draw.random() < 0.2:
+        sizes["K"] = draw.choice([136, 192, 256])
+        case = replace(case, K=sizes["K"])
+        shape, segments = launch.WIDE, 0
     norm = draw.random() < 0.25
     name = f"forward-random-{seed}-{gates}-{shape.states}-{dtype}-segments-{segments}-{sizes}"
     name += "-norm" * norm

@@ -30,6 +30,15 @@ ODD_STRIDES = hopper_case("odd-strides", "rows that TMA cannot read: copies", T=
 SMALL = hopper_case("small", "fewer channels than a tile has", T=200, B=2, K=40, V=72)
 SMALL_PACKED = hopper_case("small-packed", "the same, packed", lengths=(130, 0, 70), K=64, V=24)
 SEVERAL = hopper_case("several", "several blocks of V", T=130, V=264)
+MANY_KEYS = hopper_case("many-keys", "K = 256, several blocks of V", T=200, B=2, K=256, V=264)
+MANY_KEYS_PACKED = hopper_case(
+    "many-keys-packed",
+    "K above 128: each side of a chunk; rows of none",
+    lengths=(0, 1, 150, 63, 64, 65, 700),
+    orphans=70,
+    K=200,
+    V=72,
+)
 ONE_TO_ONE = hopper_case("one-to-one", "a value head a key head", lengths=(130, 70), H=4, HV=4)
 
 

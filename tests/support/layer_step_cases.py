@@ -76,20 +76,30 @@ def copied(x: dict[str, Any]) -> dict[str, Any]:
 def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
     """The public functions one after the other, without what makes skipped rows 0 after a norm."""
     mixed, slots = x["mixed_qkv"], x["read_slots"]
+    write, accepted = x.get("write_slots"), x.get("num_accepted_tokens")
+    drafts = {name: x[name] for name in ("num_accepted_tokens", "parents") if name in x}
     if x.get("conv_weight") is not None:
         mixed = causal_conv1d_update(
             mixed,
             x["conv_weight"],
             x["conv_bias"],
             x.get("activation", "silu"),
-            state=x["conv_state"],
-            read_slots=slots,
+            state=conv_columns(x),
+            read_slots=slots if slots.dim() == 1 else slots[:, 0],
+            write_slots=write,
+            **drafts,
         )
     gates = {name: x[name] for name in ("a", "b", "A_log", "dt_bias")}
     rest = {name: x[name] for name in ("window", "positions") if name in x}
+    if rest:
+        # With a window only the convolution has these arguments.
+        write, accepted = None, None
     o = recurrent_step(
         x["state"],
         slots,
+        write,
+        num_accepted_tokens=accepted,
+        parents=x.get("parents"),
         mixed_qkv=mixed,
         **gates,
         **rest,
@@ -99,6 +109,15 @@ def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
     if not norm:
         return o
     return rms_norm_gated(o, x["gate"], x["norm_weight"], x["norm_eps"], x["norm_activation"])
+
+
+def conv_columns(x: dict[str, Any]) -> Tensor:
+    """The columns of the convolution's state that a call uses, as a view."""
+    if x.get("num_accepted_tokens") is None:
+        return x["conv_state"]
+    window, slots = x.get("window"), x["read_slots"]
+    S = slots.shape[1] if window is None else window.max_tokens
+    return x["conv_state"][..., : x["conv_weight"].shape[1] - 2 + S]
 
 
 def without(x: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -404,6 +404,26 @@ def run_layer_step(shape: Shape) -> None:
             calls.append(LayerCall(tokens._replace(counters=counters), options))
             records = make_window(N, H, HV, K, V, shape.dtype, "cpu", max_tokens=3)
             calls.append(LayerCall(tokens, options, records, positions))
+            wide = torch.empty(N, D, W + 1, dtype=shape.dtype)
+            drafts = tokens._replace(conv_state=wide, num_accepted_tokens=positions + 1)
+            calls.append(LayerCall(drafts, options, records, positions))
+            drafts = drafts._replace(
+                state=operands.state.repeat(3, 1, 1, 1),
+                conv_state=wide.repeat(3, 1, 1),
+                read_slots=torch.arange(3 * N).view(N, 3),
+                counters=counters.repeat(3, 1),
+            )
+            calls.append(LayerCall(drafts, options))
+            tree = drafts._replace(
+                conv_state=operands.conv_state.repeat(4, 1, 1),
+                state=operands.state.repeat(4, 1, 1, 1),
+                read_slots=operands.read_slots,
+                write_slots=N + torch.arange(3 * N).view(N, 3),
+                parents=torch.tensor([[-1, -1, 0]] * N),
+                num_accepted_tokens=None,
+                counters=counters.repeat(4, 1),
+            )
+            calls.append(LayerCall(tree, options))
         for call in calls:
             problem = validate_layer(call)
             if kernel_refusal(problem) is None:
@@ -414,7 +434,7 @@ def run_layer_step(shape: Shape) -> None:
                     tokens_plan.plan_window(problem, call, rule, step.inputs)(call)
                 elif problem.T > 1:
                     tokens_plan.plan(problem, call)(call)
-                if problem.has_window and problem.has_norm:
+                if problem.T > 1 and problem.has_norm:
                     o = torch.empty(N, problem.T, HV, V).to(BF16)
                     plan_norm(problem, call.inputs)(call.inputs, o)
 

@@ -31,6 +31,7 @@ def form_of(problem: RecurrentProblem) -> RecurrentForm:
         p.V,
         p.state_v_first,
         p.state_dtype.itemsize,
+        is_step=p.is_step,
         one_token=_is_one_token(p),
         state_bytes=_state_bytes(p),
     )

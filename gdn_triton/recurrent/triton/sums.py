@@ -31,8 +31,8 @@ def sum_of_words(x):
     """Returns the sum of at most 256 elements, each at most 4, in units of 2^-42. Bits 23 and above
     and the lower bits are summed separately, so that neither sum exceeds 32 bits."""
     units = (x * 4398046511104.0).to(tl.int64)
-    high = tl.sum((units >> 23).to(tl.int32), 0).to(tl.float32)
-    low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 0).to(tl.float32)
+    words = tl.join((units >> 23).to(tl.int32), units.to(tl.int32) & 0x7FFFFF)
+    high, low = tl.split(tl.sum(words, 0).to(tl.float32))
     return (high + low * 1.1920928955078125e-07) * 1.9073486328125e-06
 
 
@@ -43,14 +43,15 @@ def products(b_q, b_k, WORDS: tl.constexpr):
     the same q and k give the same bits in every register layout, which differs between compiled
     variants. WORDS: sum words of 32 bits, which the lanes of a warp add in one instruction."""
     if WORDS:
-        top_q, top_k = largest(b_q), largest(b_k)
+        top_q, top_k = tl.split(largest(tl.join(b_q, b_k)))
     else:
         top_q, top_k = tl.split(tl.max(tl.join(tl.abs(b_q), tl.abs(b_k)), 0))
     unit_q, inverse_q = power_of_two(top_q)
     unit_k, inverse_k = power_of_two(top_k)
     b_q, b_k = b_q * inverse_q, b_k * inverse_k
     if WORDS:
-        qq, kk, qk = sum_of_words(b_q * b_q), sum_of_words(b_k * b_k), sum_of_words(b_q * b_k)
+        qq, kk = tl.split(sum_of_words(tl.join(b_q * b_q, b_k * b_k)))
+        qk = sum_of_words(b_q * b_k)
     else:
         both = fixed_point(b_q * b_k)
         squares = tl.join(fixed_point(b_q * b_q), fixed_point(b_k * b_k))
@@ -103,4 +104,21 @@ def column_sums(
             else:
                 sum_q = tl.fma(h[j], q_pieces[j], sum_q)
                 sum_k = tl.fma(h[j], k_pieces[j], sum_k)
-    return tl.sum(sum_q, 0), tl.sum(sum_k, 0)
+    if STATE_V_FIRST:
+        return tl.sum(sum_q, 0), tl.sum(sum_k, 0)
+    return tl.split(sum_of_rows(tl.join(sum_q, sum_k)))
+
+
+@triton.jit
+def sum_of_rows(x):
+    """Returns the sums of x [ROWS, BV, 2] over its rows, of which there are at most 256. Each step
+    adds two numbers. Therefore the register layout, which decides whether one thread, one warp or
+    several warps have the rows of a column, does not change a bit."""
+    BV: tl.constexpr = x.shape[1]
+    # The threads that share a column in the widest tiles have odd and even rows.
+    if x.shape[0] > 1:
+        x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, BV, 2]), 1)
+    for _ in tl.static_range(7):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, BV, 2]), 0)
+    return tl.reshape(x, [BV, 2])

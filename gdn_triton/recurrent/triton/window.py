@@ -28,7 +28,7 @@ so they are masked by a select, not multiplied by zero.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import is_hip
 
 from gdn_triton._triton.activations import log_decay
@@ -102,7 +102,7 @@ def window_fwd_kernel(
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr,
     ONE_LOAD: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
-    RING: tl.constexpr,
+    RELEASE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Runs at most BT tokens per sequence: T each, or packed by cu_seqlens. ONE_LOAD: q and k have
     one dtype and one channel stride, and one load has both. In a packed call
@@ -115,6 +115,8 @@ def window_fwd_kernel(
     the state before all loads are issued. If also KI is BK, the state is loaded into registers, the
     numbers that depend on the tokens alone are computed meanwhile, and those of the records before
     the products of the state, whose loads take longest. DEPENDENT: see `dependent_launch`.
+    RELEASE: the programs of the next dependent launch may start once every program has issued its
+    loads.
 
     RING: the records are those of an engine's rings of R rows, which `gdn_triton.recurrent.rings`
     describes, with the strides ur, kr and gr of a ring. rings: the ring of each sequence.
@@ -189,7 +191,7 @@ def window_fwd_kernel(
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
     if IN_REGISTERS:
-        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI, "")
     ROW_U: tl.constexpr = V if RING else HV * V
     ROW_K: tl.constexpr = K if RING else H * K
     ROW_G: tl.constexpr = 1 if RING else HV
@@ -256,6 +258,8 @@ def window_fwd_kernel(
         # ptxas moves the instructions that wait for the tokens up across a barrier, to before the
         # loads of the state, but not across a branch.
         tl.debug_barrier()
+        if RELEASE:
+            gdc_launch_dependents()
         if n_tokens <= 0:
             return
     else:

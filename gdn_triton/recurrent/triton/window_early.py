@@ -5,7 +5,7 @@ Both kernels give the same bits. `window.py` has the equations."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import is_hip
 
 from gdn_triton.recurrent.triton.window_records import (
@@ -138,17 +138,20 @@ def window_early_fwd_kernel(
     K_OFFSET: tl.constexpr, V_OFFSET: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr,
     THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
     LAST_SKIPPED: tl.constexpr, KI: tl.constexpr, FI: tl.constexpr, DOT: tl.constexpr,
-    DEPENDENT: tl.constexpr, RING: tl.constexpr, stride_ur: tl.constexpr, stride_kr: tl.constexpr,
-    stride_gr: tl.constexpr, stride_cr: tl.constexpr,
+    DEPENDENT: tl.constexpr, RELEASE: tl.constexpr, RECORDS_FIRST: tl.constexpr,
+    RING: tl.constexpr, stride_ur: tl.constexpr, stride_kr: tl.constexpr, stride_gr: tl.constexpr,
+    stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
-    twice: for the slot, and for the token, the state and its records. A barrier and a branch place
-    all loads before the instructions that wait for the token, because a program issues its
-    instructions in order. ptxas moves such instructions up across a barrier, but not across a
-    branch. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. The rows of a slot are
-    contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur, kr, gr and
-    cr.
+    twice: for the slot, and for the token, the state and its records. A barrier, with many columns
+    also a branch, places all loads before the instructions that wait for the token, because a
+    program issues its instructions in order. ptxas moves such instructions up across a barrier, but
+    not across a branch. DOT: the matrix units multiply the state, which has the 16-bit
+    dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. RELEASE: the programs of the next
+    dependent launch may start once every program has issued its loads, and the state is not kept in
+    the first-level cache. RECORDS_FIRST: the records are loaded before the state. The rows of a
+    slot are contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur,
+    kr, gr and cr.
 
     RING: the records are those of an engine's ring of R rows, which `gdn_triton.recurrent.rings`
     describes. positions: the records of each sequence.
@@ -210,8 +213,9 @@ def window_early_fwd_kernel(
 
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    if not PIPELINED:
-        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    CACHE: tl.constexpr = ".cg" if RELEASE else ""
+    if not PIPELINED and not RECORDS_FIRST:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI, CACHE)
     ROW_U: tl.constexpr = V if RING else HV * V
     ROW_K: tl.constexpr = K if RING else H * K
     ROW_G: tl.constexpr = 1 if RING else HV
@@ -242,9 +246,14 @@ def window_early_fwd_kernel(
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v
         b_scale = tl.load(p_scale, mask=in_v, other=0)
+    if not PIPELINED and RECORDS_FIRST:
+        loads = load_pieces(p_tile, in_v, stride_hk, K, BK, KI, CACHE)
     tl.debug_barrier()
-    if DOT:
-        # No program returns here, because N is the number of sequences. float32 states would spill.
+    if RELEASE:
+        gdc_launch_dependents()
+    if DOT and BV > 32:
+        # No program returns here, because N is the number of sequences. float32 states would spill,
+        # and with few columns the branch takes more time than the instructions moved up.
         if i_n >= N:
             return
 

@@ -125,7 +125,7 @@ def window_one_fwd_kernel(
         raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
     p_state = state + slot * stride_hn + i_hv * stride_hh
     p_tile = p_state + o_v[:, None] * stride_hv + o_i[None, :] * stride_hk
-    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI)
+    pieces = load_pieces(p_tile, in_v, stride_hk, K, BK, KI, "")
     p_scale, b_scale = None, None
     if scales is not None:
         p_scale = scales + slot * (HV * V) + i_hv * V + o_v

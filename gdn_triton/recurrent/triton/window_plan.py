@@ -30,6 +30,7 @@ from gdn_triton.recurrent.triton.window_fold import (
     window_start_kernel,
 )
 from gdn_triton.recurrent.triton.window_form import (
+    FEW_STATES,
     WindowForm,
     drafts_form,
     early_form,
@@ -121,6 +122,14 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
     return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
 
 
+def _releases(p: RecurrentProblem) -> bool:
+    """Returns whether the programs of the next dependent launch may start before those of this step
+    end. A step that has many states, and therefore several programs for each place on a
+    multiprocessor, then took 1 microsecond less in a row of steps. With few states some
+    multiprocessors got more programs than others, and float32 states were spilled."""
+    return p.state_dtype.itemsize <= 2 and p.N * p.HV > FEW_STATES
+
+
 # These arguments of the kernel for one token belong to a layer's step.
 NO_LAYER: Final = {
     **named("cn cc cw", (0, 0, 0)),
@@ -185,6 +194,10 @@ def launch_arguments(
         if form.early:
             kernel, own = window_early_fwd_kernel, {"DOT": form.dot, **NO_RING}
             own |= dependent_launch(gpu_of(p.device))
+            own |= {
+                "RELEASE": own["DEPENDENT"] and _releases(p),
+                "RECORDS_FIRST": form.records_first,
+            }
         of_tokens = [
             f"stride_{name}" for name in ("qt", "kt", "vt", "gt", "bt", "ot", "c", "ab", "at")
         ]
@@ -200,6 +213,7 @@ def launch_arguments(
             and (x.q.dtype, x.q.stride(-1)) == (x.k.dtype, x.k.stride(-1)),
             "EARLY": form.early,
             **(dependent_launch(gpu_of(p.device)) if form.early else {"DEPENDENT": False}),
+            "RELEASE": form.early and compiler() == "cuda" and _releases(p),
             **NO_RING,
             **named("ring base", (0, 0)),
         }

@@ -102,13 +102,15 @@ def sums_after(b_g, age):
 
 @triton.jit
 def load_pieces(p, in_v, stride_hk: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-                KI: tl.constexpr):  # fmt: skip
-    """Loads a tile [BV, BK] of a state as tiles [BV, KI]. p: the pointers of the first tile."""
+                KI: tl.constexpr, CACHE: tl.constexpr):  # fmt: skip
+    """Loads a tile [BV, BK] of a state as tiles [BV, KI]. p: the pointers of the first tile.
+    CACHE: the cache modifier of the loads."""
     o_i = tl.arange(0, KI)
     pieces = ()
     for i in tl.static_range(BK // KI):
         mask = in_v[:, None] & below(o_i, i * KI, K, BK)[None, :]
-        pieces += (tl.load(p + i * KI * stride_hk, mask=mask, other=0),)
+        p_i = p + i * KI * stride_hk
+        pieces += (tl.load(p_i, mask=mask, other=0, cache_modifier=CACHE),)
     return pieces
 
 

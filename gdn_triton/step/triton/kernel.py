@@ -227,6 +227,12 @@ def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else tuple(x.stride())
 
 
+def slot_strides(x: LayerOperands) -> tuple[int, int]:
+    """Returns the strides of read_slots, which is [N] or [N, S]; the second is 0 for [N]."""
+    first, *second = x.read_slots.stride()
+    return first, second[0] if second else 0
+
+
 def parts_arguments(p: LayerProblem, x: LayerOperands) -> dict[str, Any]:
     """Returns the fixed arguments of the convolution and of the norm, in kernels that compute the
     norm in one program of a key head. x: the result of `one_token` or of `all_tokens`."""

@@ -7,6 +7,11 @@ another: the time from token to token is that of the products with the state alo
 of a key head to finish writes the convolution's state of q and k, which the other programs read
 before, and computes the norms, which need all parts of a head. Tickets count the finished programs.
 No program waits for another program.
+
+With num_accepted_tokens a program also stores its part of the state after each token. Nodes of
+trees have slots of their own, which no program reads, so one program stores the convolution's state
+of q and k at once; a node whose parent is not the node before it loads its part of the parent's
+state, which the same program has stored.
 """
 
 import triton
@@ -15,15 +20,21 @@ from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.taps import Filter, taps
-from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength
+from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength, tiles_of_parent
 from gdn_triton.recurrent.triton.sums import column_sums, power_of_two
 from gdn_triton.step.triton.tokens import (
+    convolved_nodes,
     convolved_rows,
     finish_tokens,
+    first_columns,
     keep_columns,
+    keep_drafts,
+    keep_nodes,
     last_tokens,
+    node_rows,
     old_rows,
     own_rows,
+    start_slot,
 )
 
 
@@ -56,26 +67,31 @@ def products_of_rows(b_q, b_k):
 @triton.jit
 def layer_tokens_kernel(
     x, a, b, A_log, dt_bias, state, slots, conv_state, conv_weight, conv_bias, gate, norm_weight, y,
-    tickets, rows, factors,
-    scale, stride_xn, stride_xt, stride_xc, stride_an, stride_at, stride_ah, stride_bn, stride_bt,
-    stride_bh, stride_A, stride_dt, stride_hn, stride_hh, stride_s, stride_cn, stride_cc, stride_cw,
-    stride_bias, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
-    stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
-    stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    T: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, FOLD: tl.constexpr, FAST: tl.constexpr,
-    STATE_V_FIRST: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
-    USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr,
-    SILU: tl.constexpr, NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr,
-    POLICY: tl.constexpr, DEPENDENT: tl.constexpr
+    tickets, num_accepted_tokens, write_slots, parents, rows, factors, scale, stride_xn, stride_xt,
+    stride_xc, stride_an, stride_at, stride_ah, stride_bn, stride_bt, stride_bh, stride_A,
+    stride_dt, stride_hn, stride_hh, stride_s, stride_sc, stride_acc, stride_wb, stride_wt,
+    stride_pb, stride_pt, stride_cn, stride_cc, stride_cw, stride_bias, stride_zn, stride_zt,
+    stride_zh, stride_zv, stride_norm, stride_wc: tl.constexpr, stride_ww: tl.constexpr,
+    stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, FOLD: tl.constexpr, FAST: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
+    BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
+    NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
+    DEPENDENT: tl.constexpr
 ):  # fmt: skip
     """conv_weight None: x has been convolved. norm_weight None: y is o. tickets: [slots, H]. rows
-    [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. FOLD,
-    FAST: see `RecurrentForm`, whose `words` is True. DEPENDENT: see `dependent_launch`."""
+    [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. S: the
+    columns of slots, with num_accepted_tokens; otherwise 0. write_slots [N, T] with or without
+    parents [N, T]: every token is a node of a tree, and no read slot is written, except that of a
+    state by its first node. FOLD, FAST: see `RecurrentForm`, whose
+    `words` is True. DEPENDENT: see `dependent_launch`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
     KEPT: tl.constexpr = state.dtype.element_ty
+    NODES: tl.constexpr = write_slots is not None
     i_v, i_nh = (pid % V_BLOCKS).to(tl.int32), pid // V_BLOCKS
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // GROUP
@@ -88,7 +104,8 @@ def layer_tokens_kernel(
     p_y = y + i_n * (T * HV * V) + i_hv * V + o_v
     if DEPENDENT:
         gdc_wait()
-    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    p_slot = slots + i_n * stride_s
+    slot = start_slot(p_slot, num_accepted_tokens, i_n, stride_sc, stride_acc, S, LAST_SKIPPED)
     wide_t = o_t.to(tl.int64)
     b_g = tl.load(a + i_n * stride_an + wide_t * stride_at + i_hv * stride_ah, mask=in_t, other=0)
     b_beta = tl.load(
@@ -102,32 +119,67 @@ def layer_tokens_kernel(
         w_q, bias_q = taps(f, c_q, in_k, W, True)
         w_k, bias_k = taps(f, c_k, in_k, W, True)
         w_v, bias_v = taps(f, c_v, in_v, W, True)
-    x_q = own_rows(p_x, c_q, in_k, T, stride_xt, stride_xc, 0, BT, W)
-    x_k = own_rows(p_x, c_k, in_k, T, stride_xt, stride_xc, 0, BT, W)
-    x_v = own_rows(p_x, c_v, in_v, T, stride_xt, stride_xc, 0, BT, W)
+    if not NODES or conv_weight is None:
+        x_q = own_rows(p_x, c_q, in_k, T, stride_xt, stride_xc, 0, BT, W)
+        x_k = own_rows(p_x, c_k, in_k, T, stride_xt, stride_xc, 0, BT, W)
+        x_v = own_rows(p_x, c_v, in_v, T, stride_xt, stride_xc, 0, BT, W)
     if slot <= LAST_SKIPPED:
         for t in tl.static_range(T):
             tl.store(p_y + t * (HV * V), tl.zeros([BV], dtype=y.dtype.element_ty), mask=in_v)
         return
 
-    p_tile = state + slot * stride_hn + i_hv * stride_hh
-    p_tile += o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
+    p_head = state + i_hv * stride_hh + o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
+    p_tile = p_head + slot * stride_hn
+    first, conv_slot = 0, slot
+    if S > 0:
+        first = tl.load(num_accepted_tokens + i_n * stride_acc).to(tl.int64) - 1
+        conv_slot = tl.load(p_slot).to(tl.int64)
     in_tile = in_k[:, None] & in_v[None, :]
-    p_conv = None
-    if conv_weight is not None:
-        p_conv = conv_state + slot * stride_cn
-        old_q = old_rows(p_conv, c_q, in_k, stride_cc, stride_cw, BT, W)
-        old_k = old_rows(p_conv, c_k, in_k, stride_cc, stride_cw, BT, W)
-        old_v = old_rows(p_conv, c_v, in_v, stride_cc, stride_cw, BT, W)
-        columns = last_tokens(p_x, p_conv, c_v, in_v, T, stride_xt, stride_xc, stride_cc, stride_cw,
-                              W)  # fmt: skip
+    p_parent, p_write, p_conv = None, None, None
+    if NODES:
+        p_write = write_slots + i_n * stride_wb
+        if parents is not None:
+            p_parent = parents + i_n * stride_pb
+    if conv_weight is not None and NODES:
+        p_own = conv_state + slot * stride_cn
+        x_q = node_rows(p_x, p_own, p_parent, c_q, in_k, T, stride_xt, stride_xc, stride_cc,
+                        stride_cw, stride_pt, BT, W)  # fmt: skip
+        x_k = node_rows(p_x, p_own, p_parent, c_k, in_k, T, stride_xt, stride_xc, stride_cc,
+                        stride_cw, stride_pt, BT, W)  # fmt: skip
+        x_v = node_rows(p_x, p_own, p_parent, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
+                        stride_cw, stride_pt, BT, W)  # fmt: skip
+    elif conv_weight is not None:
+        p_conv = conv_state + conv_slot * stride_cn
+        p_old = p_conv + first * tl.cast(stride_cw, tl.int64)
+        old_q = old_rows(p_old, c_q, in_k, stride_cc, stride_cw, BT, W)
+        old_k = old_rows(p_old, c_k, in_k, stride_cc, stride_cw, BT, W)
+        old_v = old_rows(p_old, c_v, in_v, stride_cc, stride_cw, BT, W)
+        if S > 0:
+            columns = first_columns(p_old, c_v, in_v, stride_cc, stride_cw, W)
+        else:
+            columns = last_tokens(p_x, p_conv, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
+                                  stride_cw, W)  # fmt: skip
     tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
     # The loads precede the first use of a loaded number, because a program issues its instructions
     # in order.
     tl.debug_barrier()
 
     b_q, b_k, b_v = x_q[0], x_k[0], x_v[0]
-    if conv_weight is not None:
+    if conv_weight is not None and NODES:
+        b_q = convolved_nodes(x_q, w_q, bias_q, W, SILU, NVIDIA)
+        b_k = convolved_nodes(x_k, w_k, bias_k, W, SILU, NVIDIA)
+        b_v = convolved_nodes(x_v, w_v, bias_v, W, SILU, NVIDIA)
+        # No program reads a slot that is written here.
+        node_slots = tl.load(p_write + wide_t * stride_wt, mask=in_t, other=LAST_SKIPPED)
+        node_slots = node_slots.to(tl.int64)
+        keep_nodes(conv_state, node_slots, x_v, c_v, in_v, stride_cn, stride_cc, stride_cw,
+                   LAST_SKIPPED, W)  # fmt: skip
+        if (i_hv % GROUP == 0) & (i_v == 0):
+            keep_nodes(conv_state, node_slots, x_q, c_q, in_k, stride_cn, stride_cc, stride_cw,
+                       LAST_SKIPPED, W)  # fmt: skip
+            keep_nodes(conv_state, node_slots, x_k, c_k, in_k, stride_cn, stride_cc, stride_cw,
+                       LAST_SKIPPED, W)  # fmt: skip
+    elif conv_weight is not None:
         b_q = convolved_rows(x_q, old_q, w_q, bias_q, W, SILU, NVIDIA)
         b_k = convolved_rows(x_k, old_k, w_k, bias_k, W, SILU, NVIDIA)
         b_v = convolved_rows(x_v, old_v, w_v, bias_v, W, SILU, NVIDIA)
@@ -164,10 +216,20 @@ def layer_tokens_kernel(
         token_v += (tl.load(p_t + 2 * BK + o_c),)
         for i in tl.static_range(6):
             of_token += (tl.load(p_factor + t * 8 + i),)
-    if conv_weight is not None:
-        keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
+    if conv_weight is not None and not NODES:
+        if S > 0:
+            keep_drafts(p_x, p_conv, columns, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
+                        stride_cw, S, BT, W)  # fmt: skip
+        else:
+            keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
 
     for t in tl.static_range(T):
+        if parents is not None and t > 0:
+            parent = tl.load(p_parent + t * tl.cast(stride_pt, tl.int64)).to(tl.int32)
+            p_above = p_write + parent * tl.cast(stride_wt, tl.int64)
+            tiles = tiles_of_parent((tile,), p_head, p_above, slot, parent, t, stride_hn, o_k, o_v,
+                                    stride_hk, stride_hv, K, V, 1, 1, LAST_SKIPPED)  # fmt: skip
+            tile = tiles[0]
         b_k = token_k[t].to(tl.float32)
         b_o, stored = column_sums((tile,), 0, (token_q[t].to(tl.float32),), (b_k,), 1, FOLD,
                                   STATE_V_FIRST)  # fmt: skip
@@ -179,13 +241,24 @@ def layer_tokens_kernel(
         # Round the state between two tokens as a store would.
         kept = tl.fma(tile.to(tl.float32), of_token[6 * t + 5], b_k[:, None] * b_v[None, :])
         tile = kept.to(KEPT)
-    tl.store(p_tile, tile, mask=in_tile, eviction_policy=POLICY)
+        if NODES or t < S:
+            if NODES:
+                p_kept = p_write + t * tl.cast(stride_wt, tl.int64)
+            else:
+                p_kept = p_slot + t * tl.cast(stride_sc, tl.int64)
+            kept_slot = tl.load(p_kept).to(tl.int64)
+            in_slot = in_k[:, None] & (o_v < tl.where(kept_slot > LAST_SKIPPED, V, 0))[None, :]
+            tl.store(p_head + kept_slot * stride_hn, tile, mask=in_slot, eviction_policy=POLICY)
+    if S == 0 and not NODES:
+        tl.store(p_tile, tile, mask=in_tile, eviction_policy=POLICY)
     p_gate = None
     if norm_weight is not None:
         p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+    # Several sequences may read a slot that none of them writes.
+    i_ticket = i_n if NODES else conv_slot
     finish_tokens(
-        tickets + slot * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
-        norm_weight, i_h, T, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
+        tickets + i_ticket * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
+        norm_weight, i_h, T, first, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
         stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, BT,
-        GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
+        GROUP_BLOCK, V_BLOCK, W, S, NORM_EPS, SIGMOID
     )  # fmt: skip

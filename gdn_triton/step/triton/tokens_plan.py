@@ -11,13 +11,13 @@ from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
+from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import eviction_policy, recurrent_form
 from gdn_triton.recurrent.triton.window_plan import launch_arguments, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import all_tokens, parts_arguments, strides
+from gdn_triton.step.triton.kernel import all_tokens, parts_arguments, slot_strides, strides
 from gdn_triton.step.triton.tokens_kernel import layer_tokens_kernel
 from gdn_triton.step.triton.window_tokens import layer_window_kernel
 
@@ -48,16 +48,25 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
 
 
 # The largest number of programs in one launch, by the bytes of an element of the states. Measured
-# on an H100 with four tokens and float32 states: 128 and 256 programs take 6.2 to 10.3 us, where
-# three launches take 7.8 to 12.8; 1024 programs take 32.8, where three launches take 27.3, because
-# every program repeats the convolution of q and k.
-MOST_PROGRAMS = {4: 256, 2: 0}
-# The same with a window. With 4/8 heads, float32 states and 2 or 4 tokens, the kernel took 0.93 to
-# 0.97 of the time of three launches for 1 and 8 sequences; with 16/32 heads, bfloat16 states and 2
-# tokens, 0.95 and 1.01. Its tests have not all run on a GPU.
-MOST_WINDOW_PROGRAMS = {4: 0, 2: 0}
-# The same for one token without a window, where `layer_step_kernel` is the other form. Not timed.
-MOST_ONE_TOKEN = {4: 0, 2: 0}
+# on an H100 and an H200 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.97 of the time of
+# three launches, with num_accepted_tokens 0.72 to 0.92, and trees 0.67 to 0.86. With 512 programs
+# most calls take more, because every program repeats the convolution of q and k.
+MOST_PROGRAMS = {4: 256, 2: 256}
+# The same with num_accepted_tokens, or for trees, of more than FEW_TOKENS tokens: 0.71 to 0.91 with
+# 8 tokens, and up to 1.14 with twice as many programs, of which one fits a multiprocessor.
+MOST_DRAFTS = {4: 128, 2: 128}
+FEW_TOKENS = 4
+# The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.77 of its time with
+# float32 states and 0.67 to 0.77 with bfloat16 states; with twice as many programs 0.85 to 1.26.
+MOST_ONE_TOKEN = {4: 256, 2: 256}
+# The largest numbers of tokens and of programs with a window: 0.90 to 0.99 of the time of three
+# launches. Twice as many programs take 1.0 to 1.25; 8 tokens, or 4 with bfloat16 states, take 0.94
+# to 1.15.
+MOST_WINDOW_PROGRAMS = {4: (4, 256), 2: (2, 512)}
+# With a window the order of the sums over K depends on the register layout of q and k, and the
+# layout on how many of their elements are known to be aligned: both forms have rows of multiples of
+# 16 elements.
+ALIGNED = 16
 
 
 def runs_at_once(p: LayerProblem) -> bool:
@@ -65,7 +74,13 @@ def runs_at_once(p: LayerProblem) -> bool:
     has_parts = p.W > 0 or p.has_norm
     if not has_parts or not p.has_tickets or not p.state_v_first:
         return False
-    most = MOST_ONE_TOKEN if p.T == 1 else MOST_PROGRAMS
+    if p.has_write_slots and not (p.every_token and p.N <= p.slots):
+        return False
+    most, has_drafts = MOST_PROGRAMS, p.most_accepted > 0 or p.has_write_slots
+    if has_drafts and p.T > FEW_TOKENS:
+        most = MOST_DRAFTS
+    elif p.T == 1 and not has_drafts:
+        most = MOST_ONE_TOKEN
     programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
     return programs <= most.get(p.state_dtype.itemsize, 0)
 
@@ -73,9 +88,11 @@ def runs_at_once(p: LayerProblem) -> bool:
 def window_runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
     """Returns whether a call of several tokens with a window runs `layer_window_kernel`. rule: the
     step of the recurrence."""
-    most = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, 0)
+    tokens, programs = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, (0, 0))
     has_parts = p.W > 0 or p.has_norm
-    return has_parts and p.has_tickets and step_grid(rule)[0] <= most
+    has_rows = p.W == 0 or (p.K % ALIGNED == 0 and p.V % ALIGNED == 0)
+    few = p.T <= tokens and step_grid(rule)[0] <= programs
+    return has_parts and has_rows and p.has_tickets and few
 
 
 def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
@@ -89,8 +106,12 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         **named("A", strides(x.A_log, 1)),
         **named("dt", strides(x.dt_bias, 1)),
         **named("hn hh hk hv", state_strides(x.state, p.state_v_first)),
-        **named("s", strides(x.read_slots, 1)),
+        **named("s sc", slot_strides(x)),
+        **named("acc", strides(x.num_accepted_tokens, 1)),
+        **named("wb wt", strides(x.write_slots, 2)),
+        **named("pb pt", strides(x.parents, 2)),
         **parts_arguments(p, x),
+        S=p.most_accepted,
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -111,9 +132,19 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         POLICY=eviction_policy(p.N * p.HV * p.K * p.V * p.state_dtype.itemsize),
         **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
+        **_registers(p, form),
         num_warps=form.warps,
         num_stages=1,
     )
+
+
+def _registers(p: LayerProblem, form: TokensForm) -> dict[str, int]:
+    """Returns the limit of registers of a thread, with which two programs of 8 warps fit a
+    multiprocessor. No register is spilled with up to 4 tokens of 2 bytes."""
+    limited = (
+        p.T <= FEW_TOKENS and form.BK <= 128 and p.dtype.itemsize == 2 and compiler() == "cuda"
+    )
+    return {"maxnreg": 128} if limited else {}
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
@@ -149,6 +180,9 @@ def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor
                 norm_weight=x.norm_weight,
                 y=y,
                 tickets=x.counters,
+                num_accepted_tokens=x.num_accepted_tokens,
+                write_slots=x.write_slots,
+                parents=x.parents,
                 rows=rows,
                 factors=factors,
             )
@@ -170,6 +204,8 @@ def plan_window(
         **step,
         **named("xn xt xc", strides(x.mixed_qkv, 3)),
         **parts_arguments(p, x),
+        **named("acc", strides(x.num_accepted_tokens, 1)),
+        "S": p.most_accepted,
         "ROWS": triton.next_power_of_2(p.T),
     }
     # The limit of registers of the rule's kernel is left out: it makes room for further programs,
@@ -212,6 +248,7 @@ def plan_window(
                 gate=x.gate,
                 norm_weight=x.norm_weight,
                 tickets=window.tickets,
+                num_accepted_tokens=x.num_accepted_tokens,
                 rows=rows,
                 N=p.N,
                 T=p.T,

@@ -28,7 +28,14 @@ from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.layer import finish_layer
 from gdn_triton.recurrent.triton.window_plan import make_launch, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import all_tokens, one_token, parts_arguments, strides
+from gdn_triton.step.triton.kernel import (
+    all_tokens,
+    one_token,
+    parts_arguments,
+    slot_strides,
+    strides,
+)
+from gdn_triton.step.triton.tokens import start_slot
 
 # The largest number of programs in one launch, by the bytes of an element of the states.
 MOST_PROGRAMS = {4: 256, 2: 1024}
@@ -36,16 +43,20 @@ MOST_PROGRAMS = {4: 256, 2: 1024}
 
 @triton.jit
 def layer_norm_kernel(
-    o, gate, norm_weight, slots, stride_s, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
-    T: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
+    o, gate, norm_weight, slots, num_accepted_tokens, stride_s, stride_sc, stride_n, stride_zn,
+    stride_zt, stride_zh, stride_zv, stride_norm,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LAST_SKIPPED: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr
 ):  # fmt: skip
     """Replaces o [N, T, HV, V], contiguous, by its gated norm. A program handles the value heads of
-    one key head of a token. It does not change the o of a skipped sequence."""
+    one key head of a token. It does not change the o of a skipped sequence. slots: [N], or [N, S]
+    with num_accepted_tokens."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_t, i_h = pid // (T * H), pid // H % T, pid % H
-    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
+    slot = start_slot(
+        slots + i_n * stride_s, num_accepted_tokens, i_n, stride_sc, stride_n, S, LAST_SKIPPED
+    )
     if slot > LAST_SKIPPED:
         p_gate = gate + i_n * stride_zn + i_t * stride_zt + i_h * GROUP * stride_zh
         finish_layer(
@@ -68,10 +79,12 @@ def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Ten
     group = p.HV // p.H
     launch = Launch(
         layer_norm_kernel,
-        **named("s", strides(x.read_slots, 1)),
+        **named("s sc", slot_strides(x)),
+        **named("n", strides(x.num_accepted_tokens, 1)),
         **named("zn zt zh zv", strides(x.gate, 4)),
         **named("norm", strides(x.norm_weight, 1)),
         T=p.T,
+        S=p.most_accepted,
         H=p.H,
         GROUP=group,
         V=p.V,
@@ -93,6 +106,7 @@ def plan_norm(p: LayerProblem, x: LayerOperands) -> Callable[[LayerOperands, Ten
                     gate=given.gate,
                     norm_weight=given.norm_weight,
                     slots=given.read_slots,
+                    num_accepted_tokens=None if p.has_window else given.num_accepted_tokens,
                 )
         return o
 

@@ -11,7 +11,9 @@ from gdn_triton.recurrent.triton.window import window_fwd_kernel
 from gdn_triton.step.triton.tokens import (
     convolved_rows,
     finish_tokens,
+    first_columns,
     keep_columns,
+    keep_drafts,
     last_tokens,
     old_rows,
     own_rows,
@@ -34,18 +36,19 @@ def fetch_rows(p_rows, in_v, itemsize: tl.constexpr, K: tl.constexpr, BK: tl.con
 @triton.jit(do_not_specialize=["N", "T"])
 def layer_window_kernel(
     x, a, b, A_log, dt_bias, y, state, u_rows, k_rows, g_rows, call_rows, start, slots, positions,
-    conv_state, conv_weight, conv_bias, gate, norm_weight, tickets, rows, N, T, scale,
+    conv_state, conv_weight, conv_bias, gate, norm_weight, tickets, num_accepted_tokens, rows, N, T,
+    scale,
     stride_xn, stride_xt, stride_xc, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt,
     stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov, stride_hn,
-    stride_hh, stride_start, stride_s, stride_p, stride_cn, stride_cc, stride_cw, stride_bias,
-    stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
+    stride_hh, stride_start, stride_s, stride_p, stride_acc, stride_cn, stride_cc, stride_cw,
+    stride_bias, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
     stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_ur: tl.constexpr,
     stride_kr: tl.constexpr, stride_gr: tl.constexpr, stride_cr: tl.constexpr,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    PERIOD: tl.constexpr, TURNS: tl.constexpr, GROUP_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, S: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, PERIOD: tl.constexpr, TURNS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr,
     USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr,
     KI: tl.constexpr, FI: tl.constexpr, STAGES: tl.constexpr, ONE_LOAD: tl.constexpr,
     EARLY: tl.constexpr, DEPENDENT: tl.constexpr, SILU: tl.constexpr, NORM_EPS: tl.constexpr,
@@ -53,8 +56,8 @@ def layer_window_kernel(
 ):  # fmt: skip
     """rows [programs, ROWS, 2 * BK + BV]: memory of the programs for the T tokens after the
     convolution, whose last program of a key head is found by tickets [slots, H]. conv_weight None:
-    x has been convolved. norm_weight None: y is o. The other arguments are those of
-    `window_fwd_kernel`."""
+    x has been convolved. norm_weight None: y is o. S: the most num_accepted_tokens, 0 without. The
+    other arguments are those of `window_fwd_kernel`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -76,7 +79,7 @@ def layer_window_kernel(
         gdc_wait()
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     live = slot > LAST_SKIPPED
-    p_row = None
+    p_row, first_column = None, 0
     if conv_weight is not None:
         p_row = rows + pid * (ROWS * WIDTH)
         # These loads do not depend on the slot.
@@ -88,12 +91,21 @@ def layer_window_kernel(
         w_k, bias_k = taps(f, c_k, in_k, W, True)
         w_v, bias_v = taps(f, c_v, in_v, W, True)
         p_conv = conv_state + slot * stride_cn
+        if S > 0:
+            first_column = tl.load(num_accepted_tokens + i_n * stride_acc).to(tl.int64) - 1
+            # The caller breaks a rule with another number, which then reads and writes no memory
+            # outside of the slot.
+            live = live & (first_column >= 0) & (first_column < S)
+        p_old = p_conv + first_column * tl.cast(stride_cw, tl.int64)
         in_k, in_v = o_k < tl.where(live, K, 0), o_v < tl.where(live, V, 0)
-        old_q = old_rows(p_conv, c_q, in_k, stride_cc, stride_cw, BLOCK, W)
-        old_k = old_rows(p_conv, c_k, in_k, stride_cc, stride_cw, BLOCK, W)
-        old_v = old_rows(p_conv, c_v, in_v, stride_cc, stride_cw, BLOCK, W)
-        columns = last_tokens(p_x, p_conv, c_v, in_v, n_tokens, stride_xt, stride_xc, stride_cc,
-                              stride_cw, W)  # fmt: skip
+        old_q = old_rows(p_old, c_q, in_k, stride_cc, stride_cw, BLOCK, W)
+        old_k = old_rows(p_old, c_k, in_k, stride_cc, stride_cw, BLOCK, W)
+        old_v = old_rows(p_old, c_v, in_v, stride_cc, stride_cw, BLOCK, W)
+        if S > 0:
+            columns = first_columns(p_old, c_v, in_v, stride_cc, stride_cw, W)
+        else:
+            columns = last_tokens(p_x, p_conv, c_v, in_v, n_tokens, stride_xt, stride_xc, stride_cc,
+                                  stride_cw, W)  # fmt: skip
         if stride_hk == 1:
             p_state = state + slot * stride_hn + i_hv * stride_hh + o_v * stride_hv
             fetch_rows(p_state, in_v, state.dtype.element_ty.primitive_bitwidth // 8, K, BK)
@@ -114,7 +126,11 @@ def layer_window_kernel(
         # Wait here, because other threads of the program load what one thread has written, and
         # because several threads may read a channel that one of them writes.
         tl.debug_barrier()
-        keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
+        if S > 0:
+            keep_drafts(p_x, p_conv, columns, c_v, in_v, n_tokens, stride_xt, stride_xc, stride_cc,
+                        stride_cw, S, ROWS, W)  # fmt: skip
+        else:
+            keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
         # The pointers belong to this program, so the strides of sequences and heads are 0.
         p_q, p_k, p_v = p_row, p_row + BK, p_row + (2 * BK - i_v * BV)
         stride_t: tl.constexpr = WIDTH
@@ -140,7 +156,8 @@ def layer_window_kernel(
             p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
         finish_tokens(
             tickets + slot * H + i_h, y + i_n * stride_ob + i_h * GROUP * stride_oh, p_x, p_conv,
-            p_gate, norm_weight, i_h, n_tokens, stride_ot, stride_oh, stride_ov, stride_xt,
-            stride_xc, stride_cc, stride_cw, stride_zt, stride_zh, stride_zv, stride_norm,
-            GROUP * V_BLOCKS, GROUP, H, K, V, BK, ROWS, GROUP_BLOCK, V_BLOCK, W, NORM_EPS, SIGMOID
+            p_gate, norm_weight, i_h, n_tokens, first_column, stride_ot, stride_oh, stride_ov,
+            stride_xt, stride_xc, stride_cc, stride_cw, stride_zt, stride_zh, stride_zv,
+            stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, ROWS, GROUP_BLOCK, V_BLOCK, W, S,
+            NORM_EPS, SIGMOID
         )  # fmt: skip

@@ -373,6 +373,9 @@ class _Translation:
             return self._call(x, "copy_async_commit")
         if kind == "cp.async.wait_group":
             return self._call(x, "copy_async_wait", self.value(x.operands[0]))
+        if kind == "cp.async.mbarrier.arrive.noinc.shared.b64":
+            # Of a kernel without copies by cp.async, for which this arrival would wait.
+            return self._call(x, "barrier_arrive", self.address(x.operands[0]), "false")
         if kind == "cp.async.bulk.commit_group":
             return self._call(x, "bulk_commit")
         if kind == "cp.async.bulk.wait_group":

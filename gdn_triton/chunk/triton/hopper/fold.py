@@ -18,6 +18,10 @@ from gdn_triton._triton.tiles import (
 )
 from gdn_triton.chunk.problem import Pool
 
+# The most columns of a state in a program. Each program reads whole maps, so a head has as few
+# programs as fill the multiprocessors.
+WIDEST = 64
+
 
 @triton.jit(do_not_specialize=["N", "NS", "first", "segment"])
 def fold_maps_kernel(
@@ -135,6 +139,8 @@ def fold_maps(
     HV, K, V = starts.shape[1:]
     gpu = gpu_of(starts.device)
     tile = starts_config(gpu, K, V)
+    while tile.BV < min(WIDEST, V) and HV * -(-V // tile.BV) > gpu.multiprocessors:
+        tile = tile._replace(BV=2 * tile.BV)
     last_skipped = -1 if pool is None else pool.last_skipped
     fold_launch(gpu, tile, HV, K, V, BN, last_skipped, cu_seqlens is not None)(
         (most_long * HV * -(-V // tile.BV), 1, 1),

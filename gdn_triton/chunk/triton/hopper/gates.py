@@ -18,10 +18,10 @@ STEEP_UNITS up to the chunk's end have d = D. The u' of the other tokens are 2^-
 smaller than u and are added to the state without the rest of their decay. y is -d, but at most e +
 MOST_LIFT.
 
-The triangles of a steep chunk are multiplied by powers of differences of exponents, 32 for each
-thread. In a narrow chunk, whose D is at least LEAST, such a power is the product of a row's and a
-column's power, which this warp computes. A chunk with a growing token is wide, because the
-triangles role limits these products to 1.
+A' and P' of a steep chunk are multiplied by powers of differences of exponents. A chunk is narrow
+if its D is at least LEAST and no token grows. There 16-bit integers hold all exponents, a power of
+A' is at most 1, and two powers are made at once (`times_power` of names.py). The exponentials of
+the other, wide chunks are in fp32.
 
 The exponents of float16 hold a range of 8. There y is 0, and in steep chunks the state warps apply
 two factors apart from all operands: 2^d to q S', and 2^(D - d) to the u' that they add to S'.
@@ -39,19 +39,20 @@ RANGE, RANGE_16 = gl.constexpr(96.0), gl.constexpr(8.0)
 STEEP_UNITS, STEEP_UNITS_16 = gl.constexpr(49.0), gl.constexpr(0.0)
 MOST_LIFT = gl.constexpr(72.0)
 MOST_POWER = gl.constexpr(100.0)
-# The least D of a narrow chunk, for which 2^(d + SHIFT) and its inverse are normal numbers in fp32.
-LEAST, SHIFT = gl.constexpr(-225.0), gl.constexpr(100.0)
+# The least D of a narrow chunk: sums of two exponents and a bias fit 16 bits.
+LEAST = gl.constexpr(-8000.0)
 # The limit of one token's growth, in log2 units. fp32 sums and factors cannot represent more.
 GROWTH_LIMIT = gl.constexpr(256.0)
 
 # The vectors of a chunk in shared memory, 64 numbers each:
 #     x' = C v - F (k S'),   o = R (q S' + P' u'),   beta,   d,   y + d
-# A narrow chunk has 2^-(d + SHIFT) instead of d and, in bfloat16, 2^(y + d + SHIFT) instead of the
-# last one.
 C_VECTOR, F_VECTOR, R_VECTOR = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # In float16 the last one is D - d, as y is 0.
 BETA_VECTOR, D_VECTOR, SCORE_VECTOR = gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
 VECTORS = gl.constexpr(6)
+# The exponents of a narrow chunk, 64 int16 each: y + d, plus the bias of the dtype's exponent; -d.
+SCORE_EXPONENTS, COLUMN_EXPONENTS = gl.constexpr(0), gl.constexpr(1)
+EXPONENTS = gl.constexpr(2)
 # The numbers of a chunk: the factor of the state before it is read, the factor before the tokens
 # are added, the factor at the end (2^G1, which converts S' to S), and the kind of chunk: 0, or -1
 # where the chunk is steep and narrow, or 1 where it is steep and wide. In bfloat16 the first factor
@@ -110,10 +111,11 @@ def gates_role(
     USE_SIGMOID: gl.constexpr,
     BETA_FACTOR: gl.constexpr,
 ):
-    vectors, flags, gates_full, empty = memory
+    vectors, exponents, flags, gates_full, empty = memory
     p_g, p_beta, stride_gt, stride_betat = inputs
     n_chunks, n_rows, _ = walk
     IS_HALF: gl.constexpr = dtype == gl.float16
+    BIAS: gl.constexpr = 15 if IS_HALF else 127
     HIGHEST: gl.constexpr = TOP_16 if IS_HALF else TOP
     WIDTH: gl.constexpr = RANGE_16 if IS_HALF else RANGE
     UNITS: gl.constexpr = STEEP_UNITS_16 if IS_HALF else STEEP_UNITS
@@ -172,11 +174,12 @@ def gates_role(
         r = gl.where(poisoned, float("nan"), scale * gl.exp2(e - y))
         vectors.index(base + R_VECTOR).store(r)
         vectors.index(base + BETA_VECTOR).store(beta)
-        score = D - d
-        if not IS_HALF:
-            score = gl.where(narrow, gl.exp2(y + d + SHIFT), y + d)
-        vectors.index(base + D_VECTOR).store(gl.where(narrow, gl.exp2(-d - SHIFT), d))
-        vectors.index(base + SCORE_VECTOR).store(score)
+        vectors.index(base + D_VECTOR).store(d)
+        vectors.index(base + SCORE_VECTOR).store(D - d if IS_HALF else y + d)
+        at = stage * EXPONENTS
+        row = (y + d + BIAS).to(gl.int32).to(gl.int16)
+        exponents.index(at + SCORE_EXPONENTS).store(row)
+        exponents.index(at + COLUMN_EXPONENTS).store((-d).to(gl.int32).to(gl.int16))
         numbers = gl.where(o_f == ENTER, gl.exp2(enter), kind)
         numbers = gl.where(o_f == DECAY, gl.exp2(D if IS_HALF else D + enter), numbers)
         numbers = gl.where(o_f == END, gl.exp2(G), numbers)

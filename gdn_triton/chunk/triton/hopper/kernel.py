@@ -23,12 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper import places
-from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS, gates_role
-from gdn_triton.chunk.triton.hopper.loader import loader_role
+from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_role
-from gdn_triton.chunk.triton.hopper.state import state_role
-from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
+from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS
+from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE
 
 
 @gluon.jit(
@@ -119,7 +118,7 @@ def hopper_fwd_kernel(
     if PART != "whole" and PART != "again":
         # The next kernel of the stream may begin when all programs of this one have.
         gdc_launch_dependents()
-    if PART == "later" or PART == "again":
+    if PART == "again":
         gdc_wait()
     COLUMNS: gl.constexpr = STATES * BV
     # A block of a map has columns of b, or after them columns of M.
@@ -129,25 +128,24 @@ def hopper_fwd_kernel(
     pid = gl.program_id(0)
     block = pid % BLOCKS
     first_v = block * COLUMNS
-    i_hv = pid // BLOCKS % HV
-    i_w = pid // BLOCKS // HV
+    i_hv, i_w = pid // BLOCKS % HV, pid // BLOCKS // HV
     i_h = i_hv // (HV // H)
     # The columns that this block stores: the first, and the end. A map of keys begins with 0.
     first_out, end_out = first_v, first_v * 0 + V
-    of_keys, end_next = first_v * 0, first_v * 0
+    of_keys, end_next, n_rest = first_v * 0, first_v * 0, 0
     i_n, i_state = i_w, i_w
     # Of a segment: its window, and by columns whether its end differs from the next start.
     MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
     WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
     p_marks = windows + i_hv * MARKS if WINDOWS else o
     if IN_SEGMENTS:
-        n_rest = 0
         if PART == "again":
+            if places.none_differs(i_w, p_marks, block + 1, HV * MARKS, NS, BS, IS_VARLEN):
+                return
             i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
                 *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
                 *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
             )
-            end_out = gl.where(n_rows > 0, V, 0)
         else:
             i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
                 *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
@@ -166,19 +164,22 @@ def hopper_fwd_kernel(
                     *(p_marks, block, of_keys, first_row, n_rows, p_log2, stride_gt),
                     *(A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD),
                 )
-            end_out = gl.where(of_keys == 1, K, V) * (n_rows > 0).to(gl.int32)
+            end_out = gl.where(of_keys == 1, K, V)
         if PART == "later":
-            end_out = is_last * V * (n_rows > 0).to(gl.int32)
-            if WINDOWS:
-                end_next = gl.where(gl.load(p_marks, mask=inner > 0, other=0) > 0, V, 0)
+            end_out, end_next = is_last * V, inner * V
+        if n_rows == 0:
+            if PART == "later":  # The next kernel waits for this one alone, not for the fold.
+                gdc_wait()
+            return
     else:
         if ORDERED:
-            i_n = places.longest_first(i_w, cu_seqlens, N, BN)
-        i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
-        i_state = i_n
-        tokens = n_rows * 0
+            i_n, i_b, first_row, n_rows, n_rest = places.longest_first(i_w, cu_seqlens, T, N, BN)
+        else:
+            i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
+        i_state, tokens = i_n, n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
-    end_in = first_v * 0 + V
+    # The slot of a sequence that does not exist may lie past the last state.
+    end_in = end_out if PART == "again" else first_v * 0 + V
     i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
     if read_slots is not None and not IN_SEGMENTS:
         i_h0 = gl.load(read_slots + i_n).to(gl.int64)
@@ -205,32 +206,40 @@ def hopper_fwd_kernel(
         # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
         fence_async_shared()
 
+    # With K above 128, queries and values have a ring of their own, and `ready` is full of both.
+    Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], KEYS)
+    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, BK], KEYS)
+    v_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, COLUMNS], KEYS)
     t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     p_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], KEYS)
     o_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], KEYS)
-    a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
-    x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
-    blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
+    a_s, x_s, blocks_s = p_s, p_s, p_s
+    if BK < 256:
+        a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
+        x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], KEYS)
+        blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    exponents = gl.allocate_shared_memory(gl.int16, [STAGES * EXPONENTS, CHUNK], FLAT)
     flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER) if NORM else tile_full
+    ready = tile_full
+    if NORM or BK == 256:
+        ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+        for s in gl.static_range(Q_STAGES):
+            mbarrier.init(ready.index(s), count=NORM_WARPS + 1 if NORM else 1)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
-        if NORM:
-            mbarrier.init(ready.index(s), count=NORM_WARPS + 1)
         mbarrier.init(gates_full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=STATES)
+        # All threads of the states arrive.
+        mbarrier.init(empty.index(s), count=1 if BK == 256 else STATES * 128)
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
@@ -264,236 +273,40 @@ def hopper_fwd_kernel(
     gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
     p_A_log = A_log + i_hv if A_log is not None else g
     p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
-    HAS_H0: gl.constexpr = h0 is not None
-    STORE_HT: gl.constexpr = ht is not None or not OUTPUT
-    HAS_GATE: gl.constexpr = A_log is not None
-    HAS_DT_BIAS: gl.constexpr = dt_bias is not None
 
     walk = (n_chunks, n_rows, n_rest)
     fulls = (ready, gates_full, t_full, p_full)
-    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty)
+    states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)
     strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
     inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
-    scratch = (a_s, x_s, blocks_s)
+    scratch = (a_s, x_s, blocks_s, exponents)
     tiles = (k_s, q_s, v_s, tile_full, empty)
     norms = (q_s, tile_full, ready)
-    factors = (vectors, flags, gates_full, empty)
+    factors = (vectors, exponents, flags, gates_full, empty)
     heads = (i_b, first_row, i_h, i_hv, first_v)
     place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
     ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
     stops = (p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv)
-    HAS_STOPS: gl.constexpr = checkpoints is not None and OUTPUT
-    HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
-    ZERO_ROWS: gl.constexpr = (IS_VARLEN or read_slots is not None) and not IN_SEGMENTS
-    if STATES == 1:
-        gl.warp_specialize(
-            [
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (
-                        inverses,
-                        scratch,
-                        walk,
-                        dtype,
-                        BK,
-                        STAGES,
-                        T_STAGES,
-                        IS_VARLEN,
-                        True,
-                        NORM,
-                        EPS,
-                    ),
-                ),
-                (
-                    gates_role,
-                    (
-                        factors,
-                        gate_inputs,
-                        p_A_log,
-                        p_dt_bias,
-                        walk,
-                        scale,
-                        dtype,
-                        RCP_LN2,
-                        FLOOR,
-                        THRESHOLD,
-                        STAGES,
-                        HAS_GATE,
-                        HAS_DT_BIAS,
-                        USE_SIGMOID,
-                        BETA_FACTOR,
-                    ),
-                ),
-                (
-                    loader_role,
-                    (
-                        tiles,
-                        (q_desc, k_desc, v_desc),
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        OUTPUT,
-                    ),
-                ),
-            ],
-            [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE, SINGLE],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    state_role,
-                    (
-                        states,
-                        fulls,
-                        o_desc,
-                        ends,
-                        stops,
-                        strides,
-                        place,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        1,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        STORE_HT,
-                        PART,
-                        WINDOWS,
-                        HAS_STOPS,
-                        HAS_STOP_SLOTS,
-                        LAST_SKIPPED,
-                        ZERO_ROWS,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (
-                        inverses,
-                        scratch,
-                        walk,
-                        dtype,
-                        BK,
-                        STAGES,
-                        T_STAGES,
-                        IS_VARLEN,
-                        True,
-                        NORM,
-                        EPS,
-                    ),
-                ),
-                (
-                    gates_role,
-                    (
-                        factors,
-                        gate_inputs,
-                        p_A_log,
-                        p_dt_bias,
-                        walk,
-                        scale,
-                        dtype,
-                        RCP_LN2,
-                        FLOOR,
-                        THRESHOLD,
-                        STAGES,
-                        HAS_GATE,
-                        HAS_DT_BIAS,
-                        USE_SIGMOID,
-                        BETA_FACTOR,
-                    ),
-                ),
-                (
-                    loader_role,
-                    (
-                        tiles,
-                        (q_desc, k_desc, v_desc),
-                        heads,
-                        walk,
-                        dtype,
-                        BK,
-                        COLUMNS,
-                        STAGES,
-                        OUTPUT,
-                    ),
-                ),
-                (norm_role, (norms, walk, dtype, BK, 0, STAGES, NORM, EPS)),
-                (norm_role, (norms, walk, dtype, BK, 1, STAGES, NORM, EPS)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE],
-        )
+    run_roles(
+        *(states, fulls, inverses, scratch, tiles, norms, factors),
+        *((q_desc, k_desc, v_desc), o_desc, heads, place, walk),
+        *(ends, stops, strides, gate_inputs, p_A_log, p_dt_bias, scale),
+        *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
+        *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
+        *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED, PART),
+        OUTPUT=OUTPUT,
+        HAS_H0=h0 is not None,
+        STORE_HT=ht is not None or not OUTPUT,
+        HAS_GATE=A_log is not None,
+        HAS_DT_BIAS=dt_bias is not None,
+        USE_SIGMOID=USE_SIGMOID,
+        HAS_STOPS=checkpoints is not None and OUTPUT,
+        HAS_STOP_SLOTS=checkpoint_slots is not None,
+        ZERO_ROWS=(IS_VARLEN or read_slots is not None) and not IN_SEGMENTS,
+        WINDOWS=WINDOWS,
+        IS_VARLEN=IS_VARLEN,
+        NORM=NORM,
+    )
     if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
         if pid == gl.num_programs(0) - 1:
             gdc_wait()

@@ -51,9 +51,13 @@ class Shape(NamedTuple):
 TWO = Shape(states=2, state_registers=184, triangles_registers=112, single_registers=32)
 # The only state has the registers that are left, at most 256.
 ONE = Shape(states=1, state_registers=256, triangles_registers=168, single_registers=40)
+# For K > 128: two warpgroups make triangles. The state has the registers that are left.
+WIDE = Shape(states=1, state_registers=248, triangles_registers=112, single_registers=40)
 
 
 def shape_of_whole(multiprocessors: int, p: Problem) -> Shape:
+    if p.K > 128:
+        return WIDE
     return TWO if states_of_whole(multiprocessors, p) == 2 else ONE
 
 
@@ -82,7 +86,7 @@ def forward_launch(
     norm: bool,
 ) -> TileLaunch:
     """The strides of g, beta and o are those of a token and a head."""
-    BK = 64 if K <= 64 else 128
+    BK = 64 if K <= 64 else 128 if K <= 128 else 256
     options = {"launch_pdl": True} if dependent else {}
     return TileLaunch(
         hopper_fwd_kernel,
@@ -201,13 +205,17 @@ def sequences_at_once(p: Problem) -> int:
     return max(triton.next_power_of_2(p.N), 128) if p.is_varlen else 2
 
 
+def order_size(p: Problem) -> int:
+    return max(triton.next_power_of_2(p.N), 16)
+
+
 class Segments(NamedTuple):
     """The segments after the first one of each sequence. They have numbers, sequence by sequence,
     of which the kernels find the rows (places.py).
 
     slots: an upper bound of their number. most_long: the same of the sequences with two or more,
-    which have inner segments. NS: the number of a padded sequence. first, segment: tokens of the
-    first segment, and of each other. BS: a kernel reads this many segments of a sequence at once.
+    which have inner segments. NS: the number of a padded sequence, or ``slots``. first, segment:
+    tokens of the first segment, and of each other. BS: a kernel reads this many segments at once.
 
     starts: fp32 [slots, HV, K, V]. shifts: fp32 [slots, HV, K max(K, V)]: M [K, K]; or the end
     [K, V] of a segment that has no M and an end other than the next start. windows: int32 [slots,
@@ -229,15 +237,16 @@ class Segments(NamedTuple):
 def make_segments(p: Problem, cut: Cut) -> Segments:
     first, segment = cut.first * CHUNK, cut.rest * CHUNK
     if p.is_varlen:
-        # A sequence with segments after its first one, which is not the shortest, has less than one
-        # for each of these rows.
-        NS, slots = 0, max(p.T // segment, 1)
+        # The sequences that are longer than a first segment have rows of their own for all but the
+        # end of their last segment.
+        longer = min(p.N, p.T // (first + 1))
+        NS = slots = max((p.T + longer * max(segment - first - 1, 0)) // segment, 1)
         most_long = min(p.N, slots // 2)
     else:
         NS = -(-(p.T - first) // segment)
         slots = p.B * NS
         most_long = p.B if NS > 1 else 0
-    BS = max(triton.next_power_of_2(NS or slots), 128)
+    BS = max(triton.next_power_of_2(NS), 128)
     sizes, marks = (slots, p.HV), 1 + -(-p.V // COLUMNS)
     starts = torch.empty(*sizes, p.K, p.V, dtype=torch.float32, device=p.device)
     shifts = torch.empty(*sizes, p.K * max(p.K, p.V), dtype=torch.float32, device=p.device)
@@ -318,10 +327,12 @@ def launch(
 ) -> None:
     """Does a part of a call, from ``h0`` to ``ht`` and o. dependent: its programs may begin before
     those of the launch just before it have ended."""
-    ordered = part in ("whole", "first") and is_ordered(p)
     columns = shape.states * COLUMNS
     blocks = -(-p.V // columns) + (0 if part != "maps" else -(-p.K // columns))
     walks = p.N
+    # The maps of a call in segments begin before its first segments.
+    ordered = part == "first" or blocks * p.HV * walks > gpu_of(p.device).multiprocessors
+    ordered = ordered and part in ("whole", "first") and is_ordered(p)
     if segments is not None and part != "first":
         walks = segments.most_long if part == "again" else segments.slots
     g_strides, beta_strides, o_strides = head_strides(x.g), head_strides(x.beta), o.stride()
@@ -337,7 +348,7 @@ def launch(
         ht_strides,
         o_strides[1:3],
         pool_layout(pool, p.state_v_first),
-        sequences_at_once(p) if ordered or segments is not None else 2,
+        (order_size(p) if ordered else 2) if segments is None else sequences_at_once(p),
         2 if segments is None else segments.BS,
         part,
         ordered=ordered,

@@ -23,18 +23,26 @@ def sequence_of(i_w, cu_seqlens, T, N, IS_VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def longest_first(i_w, cu_seqlens, N, BN: gl.constexpr):
-    """The number of packed sequence i_w in descending order of their lengths."""
+def longest_first(i_w, cu_seqlens, T, N, BN: gl.constexpr):
+    """(number, batch entry, first row, rows, rows of no sequence that follow) of packed sequence
+    i_w in descending order of their lengths."""
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_n = gl.arange(0, BN, gl.SliceLayout(1, PAIRS))
     o_m = gl.arange(0, BN, gl.SliceLayout(0, PAIRS))
     n = gl.minimum(o_n, N - 1)
     m = gl.minimum(o_m, N - 1)
-    rows_n = (gl.load(cu_seqlens + n + 1) - gl.load(cu_seqlens + n)).to(gl.int32)[:, None]
-    rows_m = (gl.load(cu_seqlens + m + 1) - gl.load(cu_seqlens + m)).to(gl.int32)[None, :]
-    earlier = (rows_m > rows_n) | ((rows_m == rows_n) & (o_m[None, :] < o_n[:, None]))
-    place = gl.sum((earlier & (o_m < N)[None, :]).to(gl.int32), 1)
-    return gl.sum(gl.where((place == i_w) & (o_n < N), o_n, 0), 0)
+    start_n = gl.load(cu_seqlens + n).to(gl.int32)
+    start_m = gl.load(cu_seqlens + m).to(gl.int32)
+    rows_n = gl.load(cu_seqlens + n + 1).to(gl.int32) - start_n
+    rows_m = gl.load(cu_seqlens + m + 1).to(gl.int32) - start_m
+    longer = rows_m[None, :] > rows_n[:, None]
+    equal = (rows_m[None, :] == rows_n[:, None]) & (o_m[None, :] < o_n[:, None])
+    place = gl.sum(((longer | equal) & (o_m < N)[None, :]).to(gl.int32), 1)
+    here = (place == i_w) & (o_n < N)
+    i_n = gl.sum(gl.where(here, o_n, 0), 0)
+    first_row = gl.sum(gl.where(here, start_n, 0), 0)
+    n_rows = gl.sum(gl.where(here, rows_n, 0), 0)
+    return i_n, i_w * 0, first_row, n_rows, gl.where(i_n == N - 1, T - first_row - n_rows, 0)
 
 
 @gluon.jit
@@ -178,9 +186,22 @@ def in_window(
     a window b is walked, and there is no M."""
     p_g += first_row.to(gl.int64) * stride_gt
     window = window_of(p_g, stride_gt, n_rows, A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD)
-    gl.store(p_window, window, mask=(block == 0) & (n_rows > 0))
+    gl.store(p_window, window, mask=block == 0)
     skipped = gl.where(window > 0, n_rows - window * CHUNK * (1 - of_keys), 0)
     return first_row + skipped, n_rows - skipped
+
+
+@gluon.jit
+def none_differs(i_w, p_marks, mark, stride, NS, BS: gl.constexpr, IS_VARLEN: gl.constexpr):
+    """Whether no segment of padded sequence i_w, or of all packed ones, ends in another state than
+    the next one begins with."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_s = gl.arange(0, BS, LANES)
+    slot = o_s if IS_VARLEN else i_w * NS + o_s
+    p = p_marks + slot.to(gl.int64) * stride
+    window = gl.load(p, mask=o_s < NS, other=0)
+    differs = gl.load(p + mark, mask=o_s < NS, other=0)
+    return gl.max(gl.minimum(window, differs), 0) <= 0
 
 
 @gluon.jit

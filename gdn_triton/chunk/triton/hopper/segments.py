@@ -12,6 +12,8 @@ has the rest of its sequence walked again.
 """
 
 import functools
+import heapq
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -20,32 +22,35 @@ from gdn_triton.chunk.problem import Problem
 CHUNK: Final = 64
 
 # Microseconds on an H100, between those of mild gates and of a model's: a chunk in a block of two
-# states, of one, and of a map; the start and end of a program; a segment of the fold, for each turn
-# of its programs; and the other launches, without and with windows.
-TWO_STATES, ONE_STATE, MAP = 3.0, 2.08, 2.1
-PROGRAM, FOLD, LAUNCHES, LAUNCHES_WITH_WINDOWS = 6.0, 3.2, 11.0, 20.0
-# Columns of a state in a program of the fold.
-FOLD_COLUMNS: Final = 16
+# states, of one, and of a map; the start and end of such a program, and all of one without rows; a
+# segment of the fold, for each sequence and head, and at least; and the other launches, without
+# maps, with them, and with windows.
+TWO_STATES, ONE_STATE, MAP = 2.92, 2.06, 2.15
+PROGRAM_OF_TWO, PROGRAM_OF_ONE, PROGRAM_OF_MAP, EMPTY = 13.5, 6.5, 4.0, 3.0
+FOLD, LEAST_FOLD = 0.15, 2.2
+LAUNCHES, LAUNCHES_WITH_MAPS, LAUNCHES_WITH_WINDOWS = 22.0, 12.0, 27.0
 # The share of the heads that forget, and the chunks of their windows, as a plan assumes them.
-FORGETTING, WINDOW = 0.7, 10
-# The chunks of the shortest segments that are walked in windows, which take two launches' time.
+FORGETTING, WINDOW = 0.75, 11
+# The chunks of the shortest segments that are walked in windows, which take a launch's time.
 LEAST_WINDOWED: Final = 12
 # A cut has to take at most this share of the time of whole sequences.
-WORTH_IT: Final = 0.9
+WORTH_IT: Final = 0.97
+# The same where no head forgets.
+MOST_LOSS: Final = 1.2
 LEAST_SEGMENT: Final = 4
 # Later segments at most, and how many more than in the best cut so far are tried.
 MOST_LATER: Final = 16
 MORE_LATER: Final = 3
 # Of the first segment's length to the others'.
-RATIOS: Final = (1.0, 1.25, 1.6, 2.2, 3.0, 4.0)
+RATIOS: Final = (0.8, 1.0, 1.2, 1.45, 1.75, 2.2, 3.0, 4.0)
 # The kernels that find the segments of packed sequences read the lengths of all at once.
 MOST_SEQUENCES: Final = 1024
 
 
 class Cut(NamedTuple):
-    """Where sequences are cut, in chunks: after the first segment, which is the longest, and each
-    other one. The states of a block that walks first segments and others. windows: inner
-    segments may be walked in windows."""
+    """Where sequences are cut, in chunks: after the first segment, and each other one. The states
+    of a block that walks first segments and others. windows: inner segments may be walked in
+    windows."""
 
     first: int
     rest: int
@@ -90,43 +95,54 @@ def lengths_of(problem: Problem) -> Lengths:
 
 
 def time_of(programs: Programs, multiprocessors: int) -> float:
-    """The likely time of programs of which the longest begin first: a lower bound, and half of the
-    shortest where there are more programs than multiprocessors."""
-    bound = work = 0.0
-    begun = 0
-    for time, count in sorted(programs, reverse=True):
-        if count > 0:
-            begun += count
-            bound = max(bound, -(-begun // multiprocessors) * time)
-            work += time * count
-            shortest = time
-    if begun > multiprocessors:
-        work += shortest / 2 * multiprocessors
-    return max(bound, work / multiprocessors)
+    """The time of programs that begin in this order, each as soon as a multiprocessor is free."""
+    free, end = [(0.0, multiprocessors)], 0.0
+    for time, count in programs:
+        while count > 0:
+            begin, places = heapq.heappop(free)
+            taken = min(places, count)
+            if places > taken:
+                heapq.heappush(free, (begin, places - taken))
+            heapq.heappush(free, (begin + time, taken))
+            count -= taken
+            end = max(end, begin + time)
+    return end
+
+
+def work_of(programs: Programs) -> float:
+    return sum(time * count for time, count in programs)
 
 
 def walk_programs(
     lengths: Lengths, heads: int, columns: int, states: int
 ) -> list[tuple[float, int]]:
-    """heads: of all states. columns: of a state."""
-    chunk = TWO_STATES if states == 2 else ONE_STATE
+    """The longest first. heads: of all states. columns: of a state."""
     blocks = heads * -(-columns // (64 * states))
-    return [(chunks * chunk + PROGRAM, count * blocks) for chunks, count in lengths]
+    chunk, program = (TWO_STATES, PROGRAM_OF_TWO) if states == 2 else (ONE_STATE, PROGRAM_OF_ONE)
+    return sorted(((n * chunk + program, count * blocks) for n, count in lengths), reverse=True)
 
 
 def candidates(longest: int, later: int) -> Iterator[tuple[int, int]]:
     """Lengths of the first segment and of so many others."""
     for ratio in RATIOS:
         rest = -int(-longest // (later + ratio))
-        if rest >= LEAST_SEGMENT:
-            yield max(longest - later * rest, rest), rest
+        first = longest - later * rest
+        if min(first, rest) >= LEAST_SEGMENT:
+            yield first, rest
 
 
 def cut_time(
-    multiprocessors: int, lengths: Lengths, HV: int, V: int, first: int, rest: int, share: float
-) -> tuple[float, Cut]:
-    """Microseconds of a cut with the better shapes of blocks, where a share of the heads forget."""
-    map_blocks = HV * (-(-V // 128) + 1)
+    multiprocessors: int,
+    lengths: Lengths,
+    HV: int,
+    V: int,
+    first: int,
+    rest: int,
+    share: float,
+    enough: float = math.inf,
+) -> tuple[float, Cut] | None:
+    """Microseconds of a cut with the better shapes of blocks, where a share of the heads forget, or
+    None if they are not below ``enough``."""
     firsts = tuple((min(chunks, first), count) for chunks, count in lengths)
     later: list[tuple[int, int]] = []
     inner = most = folded = 0
@@ -138,37 +154,35 @@ def cut_time(
             most = max(most, number)
             folded += count * (number > 1)
     later.append((rest, inner))
-    windows = int(inner * map_blocks * share) if rest >= LEAST_WINDOWED else 0
-    a_map, a_window = (chunks * MAP + PROGRAM for chunks in (rest, min(rest, WINDOW)))
-    maps = [(a_map, inner * map_blocks - windows), (a_window, windows)]
-    # First segments begin when all programs of maps have begun.
-    more = inner * map_blocks - multiprocessors
-    begin = 0.0 if more <= 0 else a_window if more <= windows else a_map
+    windows = rest >= LEAST_WINDOWED
+    # A map has blocks of b, and one of M.
+    blocks, forgetting = -(-V // 128), int(HV * share) if windows else 0
+    maps = [
+        (rest * MAP + PROGRAM_OF_MAP, inner * (HV - forgetting) * (blocks + 1)),
+        (min(rest, WINDOW) * MAP + PROGRAM_OF_MAP, inner * forgetting * blocks),
+        (EMPTY, inner * forgetting),
+    ]
     forms = (1, 2) if V > 64 else (1,)
-    early = {
-        states: max(
-            time_of([*walk_programs(firsts, HV, V, states), *maps], multiprocessors),
-            begin + time_of(walk_programs(firsts, HV, V, states), multiprocessors),
-        )
-        for states in forms
-    }
-    late = {
-        states: time_of(walk_programs(tuple(later), HV, V, states), multiprocessors)
-        for states in forms
-    }
-    one, other = min(early, key=lambda s: early[s]), min(late, key=lambda s: late[s])
-    is_windowed = rest >= LEAST_WINDOWED
-    turns = -(-folded * HV * -(-V // FOLD_COLUMNS) // multiprocessors)
-    time = early[one] + late[other] + FOLD * turns * (most - 1)
-    time += LAUNCHES_WITH_WINDOWS if is_windowed and inner else LAUNCHES
+    early = {states: walk_programs(firsts, HV, V, states) for states in forms}
+    late = {states: walk_programs(tuple(later), HV, V, states) for states in forms}
+    others = LAUNCHES
+    if inner > 0:
+        others = LAUNCHES_WITH_WINDOWS if windows else LAUNCHES_WITH_MAPS
+        others += (LEAST_FOLD + FOLD * folded * HV * blocks) * (most - 1)
+    least = min(map(work_of, early.values())) + work_of(maps) + min(map(work_of, late.values()))
+    if least / multiprocessors + others >= enough:
+        return None
+    time, first_states = min((time_of([*maps, *early[s]], multiprocessors), s) for s in forms)
+    time_of_later, later_states = min((time_of(late[s], multiprocessors), s) for s in forms)
     cut = Cut(
         first=first,
         rest=rest,
-        first_states=one,
-        later_states=other,
-        windows=is_windowed,
+        first_states=first_states,
+        later_states=later_states,
+        windows=windows,
     )
-    return time, cut
+    time += time_of_later + others
+    return (time, cut) if time < enough else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -190,18 +204,14 @@ def states_of_whole(multiprocessors: int, problem: Problem) -> int:
 @functools.lru_cache(maxsize=1024)
 def best_cut(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> Cut | None:
     whole = min(whole_times(multiprocessors, lengths, HV, V).values())
-    # Each chunk is walked once, whatever the cut.
-    both = TWO_STATES * -(-V // 128) if V > 64 else ONE_STATE
-    each = HV * min(both, ONE_STATE * -(-V // 64)) / multiprocessors
-    best, enough = None, WORTH_IT * whole
-    if each * sum(chunks * count for chunks, count in lengths) + LAUNCHES >= enough:
-        return None
-    longest, last = max(chunks for chunks, _ in lengths), 1
+    best, enough, longest, last = None, WORTH_IT * whole, max(n for n, _ in lengths), 1
     for later in range(1, MOST_LATER + 1):
         for first, rest in candidates(longest, later):
-            time, cut = cut_time(multiprocessors, lengths, HV, V, first, rest, FORGETTING)
-            if time < enough:
-                best, enough, last = cut, time, later
+            sizes = (multiprocessors, lengths, HV, V, first, rest)
+            found = cut_time(*sizes, FORGETTING, enough)
+            if found is not None and cut_time(*sizes, 0.0, MOST_LOSS * whole):
+                enough, best = found
+                last = later
         if later >= last + MORE_LATER:
             break
     return best
@@ -209,8 +219,9 @@ def best_cut(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> Cut | N
 
 def choose_cut(multiprocessors: int, problem: Problem) -> Cut | None:
     """Returns None if sequences stay whole. The sizes of the whole call decide, and the longest
-    sequences if the host knows them. The batch-invariant mode cuts nothing."""
+    sequences if the host knows them. The batch-invariant mode cuts nothing, and maps have no room
+    for more than 128 channels of K."""
     p = problem
-    if p.batch_invariant or p.N > MOST_SEQUENCES or 0 in (p.N, p.HV, p.V, p.B * p.T):
+    if p.batch_invariant or p.N > MOST_SEQUENCES or 0 in (p.N, p.HV, p.V, p.B * p.T) or p.K > 128:
         return None
     return best_cut(multiprocessors, lengths_of(p), p.HV, p.V)

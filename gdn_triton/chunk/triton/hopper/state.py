@@ -8,21 +8,26 @@ operand of its reads. gates.py explains the frame in which the state is stored.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton.chunk.triton.hopper.gates import (
     C_VECTOR,
+    COLUMN_EXPONENTS,
     D_VECTOR,
     DECAY,
     END,
     ENTER,
+    EXPONENTS,
     F_VECTOR,
     R_VECTOR,
+    SCORE_EXPONENTS,
     SCORE_VECTOR,
     STEEP,
     VECTORS,
@@ -31,12 +36,12 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     here,
-    inverse_power,
     opaque,
     power,
     rounded,
     scalar_of,
     store_tile,
+    times_power,
     viewed,
 )
 
@@ -89,12 +94,6 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
     P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
     EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
-    if steep < 0:
-        row = vectors.index(base + EXPONENT).load(o_r.type.layout)
-        if q.dtype == gl.float16:
-            row = inverse_power(row)
-        column = vectors.index(base + D_VECTOR).load(o_c.type.layout)
-        P = P * ((row * opaque(-steep))[:, None] * column[None, :])
     if steep > 0:
         # Masked before the power, as it may overflow above the diagonal.
         score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
@@ -109,6 +108,17 @@ def decayed(S, decay):
     if decay != 1.0:
         S = S * opaque(decay)
     return S
+
+
+@gluon.jit
+def narrow_scores(P, exponents, stage, steep):
+    """P' of a narrow chunk, from P [64, 64] of a 16-bit dtype; of another chunk P itself."""
+    if steep < 0:
+        at = stage * EXPONENTS
+        row = exponents.index(at + SCORE_EXPONENTS).load(gl.SliceLayout(1, P.type.layout))
+        column = exponents.index(at + COLUMN_EXPONENTS).load(gl.SliceLayout(0, P.type.layout))
+        P = times_power(P, row[:, None], column[None, :])
+    return P
 
 
 @gluon.jit
@@ -140,7 +150,7 @@ def state_role(
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    k_s, q_s, v_s, t_s, p_s, o_s, vectors, flags, empty = memory
+    k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty = memory
     tile_full, gates_full, t_full, p_full = fulls
     stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv = strides
     i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row = place
@@ -172,6 +182,11 @@ def state_role(
     DOWN: gl.constexpr = 0.0625 if IS_HALF else 5.9604644775390625e-08
     S = gl.zeros([BV, BK], gl.float32, STATE)
     end = gl.to_tensor(1.0)
+    if PART == "later":
+        # For the starts. The other warps read inputs alone, and begin before the fold has ended.
+        gdc_wait()
+        if WINDOWS:
+            end_next = gl.where(gl.load(p_marks, mask=end_next > 0, other=0) > 0, end_next, 0)
     if HAS_H0:
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
@@ -222,9 +237,14 @@ def state_role(
                 x = scores(q_s.index(this), k_s.index(this), x, vectors, base, steep, PRODUCT)
                 o_row = o_r + here(i * 0)
                 P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
-                p_s.index(t_stage).store(rounded(P, dtype))
+                P = narrow_scores(rounded(P, dtype), exponents, this, steep)
+                p_s.index(t_stage).store(P)
                 fence_async_shared()
                 mbarrier.arrive(p_full.index(t_stage), count=1)
+        if OUTPUT:
+            # Of the last chunk's o. The compiler places a barrier of the warps after this wait, so
+            # o_tile needs none, nor the products that follow the branch.
+            tma.store_wait(0)
         Sb = S.to(dtype)
         if not IS_HALF:
             if enter != 1.0:
@@ -265,9 +285,7 @@ def state_role(
                 o = warpgroup_mma_wait(0, deps=[o])
                 if is_steep != 0:
                     d = vectors.index(same * VECTORS + D_VECTOR).load(TOKEN)
-                    DOWN_SHIFT: gl.constexpr = 2.0**-100
-                    d = gl.where(is_steep < 0, inverse_power(d) * DOWN_SHIFT, power(d))
-                    o = o * d[None, :]
+                    o = o * power(d)[None, :]
             uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
             mbarrier.wait(p_full.index(t_stage), t_phase)
             o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
@@ -282,7 +300,6 @@ def state_role(
         if OUTPUT:
             r = vectors.index(base + R_VECTOR).load(TOKEN)
             x = warpgroup_mma_wait(1, deps=[o])
-            tma.store_wait(0)
             o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
             row = first_row + i * CHUNK
             if IS_VARLEN:
@@ -315,7 +332,9 @@ def state_role(
                 offsets = o_sv[:, None] * stride_cv + o_sk[None, :] * stride_ck
                 stop = (S * end).to(p_stops.dtype.element_ty)
                 gl.store(p_stops + slot * stride_cn + offsets, stop, mask=stored)
-        mbarrier.arrive(empty.index(stage), count=1)
+        # Each thread arrives by itself, as `mbarrier.arrive` takes barriers of the warps before and
+        # after it. No thread has copies of its own, for which this arrival would wait.
+        async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
         stage, phase = advance(stage, phase, STAGES)
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)

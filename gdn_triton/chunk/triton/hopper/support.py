@@ -23,11 +23,20 @@ RELEASES: Final = ("3.6.0", "3.7.1")
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
 FEWEST_STATES: Final = 0.24
 
+# The same with K above 128, where a program owns this many columns of a state: programs for each
+# multiprocessor.
+COLUMNS: Final = 64
+FEWEST_PROGRAMS: Final = 0.3
+
 # The same for the walks of the backward: padded sequences, and packed ones.
 FEWEST_WALKS: Final = 0.12
 FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4
+
+# The channels of K that the kernels have room for: the forward's, and those of the backward.
+MOST_KEYS: Final = 256
+MOST_BACKWARD_KEYS: Final = 128
 
 # The channels of V that the kernel of the gradients of chunks has room for.
 MOST_GRADIENT_CHANNELS: Final = 128
@@ -42,23 +51,26 @@ def hopper_refusal(problem: Problem) -> str | None:
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
     p = problem
-    refusal = _any_refusal(p)
+    refusal = _any_refusal(p, MOST_KEYS)
     if refusal is not None or p.batch_invariant:
         return refusal
     states, multiprocessors = p.N * p.HV, _multiprocessors(p.device)
+    few = f"too few for the kernel for compute capability 9.0 on {multiprocessors} multiprocessors."
+    if p.K > MOST_BACKWARD_KEYS:
+        programs = states * -(-p.V // COLUMNS)
+        if programs < FEWEST_PROGRAMS * multiprocessors:
+            return f"The call has {programs} times {COLUMNS} columns of a state, {few}"
+        return None
     is_cut = choose_cut(multiprocessors, p) is not None
     if states < FEWEST_STATES * multiprocessors and not is_cut:
-        return (
-            f"The call has {states} states (sequences times value heads), too few for the kernel "
-            f"for compute capability 9.0 on {multiprocessors} multiprocessors."
-        )
+        return f"The call has {states} states (sequences times value heads), {few}"
     return None
 
 
 def gradients_refusal(problem: Problem) -> str | None:
     """Returns the same for the kernel of the gradients of chunks."""
     p = problem
-    refusal = _any_refusal(p)
+    refusal = _any_refusal(p, MOST_BACKWARD_KEYS)
     kernel = "The kernel of the gradients of chunks for compute capability 9.0"
     if refusal is None and p.q_dtype is not torch.bfloat16:
         return f"{kernel} takes bfloat16."
@@ -70,7 +82,7 @@ def gradients_refusal(problem: Problem) -> str | None:
 def walks_refusal(problem: Problem) -> str | None:
     """Returns the same for the walks of the backward."""
     p = problem
-    refusal = _any_refusal(p)
+    refusal = _any_refusal(p, MOST_BACKWARD_KEYS)
     if refusal is None and p.q_dtype is not torch.bfloat16:
         return "The walks for compute capability 9.0 take bfloat16."
     if refusal is not None or p.batch_invariant:
@@ -89,18 +101,18 @@ def walks_refusal(problem: Problem) -> str | None:
     return None
 
 
-def _any_refusal(problem: Problem) -> str | None:
-    """Returns the refusal of all kernels, which does not depend on the number of states, or
-    None."""
+def _any_refusal(problem: Problem, most_keys: int) -> str | None:
+    """Returns the refusal that does not depend on the number of states, of a kernel with room for
+    so many channels of K, or None."""
     p = problem
     if not _asked():
         return f"{SWITCH}=0 asks for them."
     if p.device.type != "cuda":
         return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
-    return _device_refusal(p.device) or _release_refusal() or sizes_refusal(p)
+    return _device_refusal(p.device) or _release_refusal() or sizes_refusal(p, most_keys)
 
 
-def sizes_refusal(problem: Problem) -> str | None:
+def sizes_refusal(problem: Problem, most_keys: int) -> str | None:
     """Returns the refusal that follows from dtypes, sizes and options alone, or None."""
     p = problem
     kernel = "The kernel for compute capability 9.0"
@@ -108,8 +120,9 @@ def sizes_refusal(problem: Problem) -> str | None:
         return f"{kernel} takes q, k and v all in bfloat16 or all in float16."
     if p.chunk_size != 64:
         return f"{kernel} has chunks of 64 tokens; chunk_size is {p.chunk_size}."
-    if p.K > 128 or p.K % 8 != 0 or p.V % 8 != 0:
-        return f"{kernel} takes K and V in multiples of 8, K up to 128; K is {p.K}, V is {p.V}."
+    if p.K > most_keys or p.K % 8 != 0 or p.V % 8 != 0:
+        sizes = f"K and V in multiples of 8, K up to {most_keys}"
+        return f"{kernel} takes {sizes}; K is {p.K}, V is {p.V}."
     if 0 in (p.N, p.T, p.HV, p.K, p.V):
         return f"{kernel} takes no empty tensors."
     return None

@@ -19,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
+    COLUMN_EXPONENTS,
     D_VECTOR,
+    EXPONENTS,
     STEEP,
     VECTORS,
 )
@@ -27,11 +29,12 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
     either,
-    inverse_power,
     masked,
     opaque,
     power,
+    rounded,
     scalar_of,
+    times_power,
     viewed,
 )
 from gdn_triton.chunk.triton.hopper.norms import normalize_keys
@@ -171,6 +174,125 @@ def own_blocks(x, block, b: gl.constexpr):
 
 
 @gluon.jit
+def with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NARROW: gl.constexpr):
+    """A' of k k^T [64, 64], in fp16, not masked. row, o_c: the rows [64, 1] and columns [1, 64]."""
+    ROW: gl.constexpr = gl.SliceLayout(1, A.type.layout)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, A.type.layout)
+    A = A * beta[:, None]
+    if steep > 0:
+        d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
+        d_column = vectors.index(base + D_VECTOR).load(COLUMN)
+        A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
+    Ah = rounded(A, gl.float16)
+    if HAS_NARROW:
+        if steep < 0:
+            # Above the diagonal the power is 1, because a greater one may overflow.
+            at = stage * EXPONENTS + COLUMN_EXPONENTS
+            column = exponents.index(at).load(COLUMN)
+            biased = 15 - exponents.index(at).load(ROW)
+            Ah = times_power(Ah, biased[:, None], column[None, :])
+    return Ah
+
+
+@gluon.jit
+def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
+    """Blocks of (I + A')^-1, which take the rows of a matrix [64, 16]: those of 16 x 16 on the
+    diagonal, those below the first and the third of them, and, negated and not waited for, the two
+    halves of what is below the first block of 32. x_r, x_c, block: the rows [64, 1] and columns
+    [1, 16] of such a matrix, and their blocks of 16 rows."""
+    # The layouts of products [64, 64], [64, 32] and [64, 16].
+    FULL: gl.constexpr = Ah.type.layout
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
+    half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
+    quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
+    a_s.store(Ah)
+    blocks_s.store(Ah)
+    D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
+    # From blocks of 8 to blocks of 16. D has for each row of the matrix the 16 columns of its
+    # own diagonal block, and so one sum of four products is that of all four blocks.
+    Dh = D.to(gl.float16)
+    D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
+    D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
+    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    fence_async_shared()
+    Y = quarter_zero
+    for b in gl.static_range(4):
+        Y = warpgroup_mma(
+            columns_of(x_s, 16 * b, 16),
+            block_of(a_s, 16 * b, 16 * b, 16),
+            Y,
+            use_acc=b > 0,
+            is_async=True,
+        )
+    Y = warpgroup_mma_wait(0, deps=[Y])
+    Yh = Y.to(gl.float16)
+    Z = quarter_zero
+    for b in gl.static_range(4):
+        Yb = masked(Yh, gl.where(block == b, -1, 0).to(gl.int16))
+        Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
+        Z = warpgroup_mma(Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True)
+    Z = warpgroup_mma_wait(0, deps=[Z])
+    D = gl.where((x_r // 8 % 2 == 1) & (x_c < 8), -Z, D)
+
+    # Blocks of 32: L is what lies below the first and the third block of 16.
+    Dh = D.to(gl.float16)
+    D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
+    D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
+    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    fence_async_shared()
+    Y = quarter_zero
+    for b in gl.static_range(0, 4, 2):
+        Y = warpgroup_mma(
+            columns_of(x_s, 16 * b + 16, 16),
+            block_of(a_s, 16 * b + 16, 16 * b, 16),
+            Y,
+            use_acc=b > 0,
+            is_async=True,
+        )
+    Y = warpgroup_mma_wait(0, deps=[Y])
+    Yh = Y.to(gl.float16)
+    Z = quarter_zero
+    for b in gl.static_range(0, 4, 2):
+        Yb = masked(Yh, gl.where(block == b + 1, -1, 0).to(gl.int16))
+        Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
+        Z = warpgroup_mma(Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True)
+    L = -warpgroup_mma_wait(0, deps=[Z])
+
+    # The whole matrix.
+    Lh = L.to(gl.float16)
+    D0 = either(D0, own_blocks(Lh, block, 1))
+    D2 = either(D2, own_blocks(Lh, block, 3))
+    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    fence_async_shared()
+    Y = warpgroup_mma(
+        columns_of(x_s, 32, 32),
+        block_of(a_s, 32, 0, 32),
+        half_zero,
+        use_acc=False,
+        is_async=True,
+    )
+    Yh = warpgroup_mma_wait(0, deps=[Y]).to(gl.float16)
+    Yo = gl.convert_layout(Yh, OPERAND, assert_trivial=True)
+    upper = x_s.slice(0, 32, 0)
+    Z0 = warpgroup_mma(Yo, columns_of(upper, 0, 16), quarter_zero, use_acc=False, is_async=True)
+    Z1 = warpgroup_mma(Yo, columns_of(upper, 16, 16), quarter_zero, use_acc=False, is_async=True)
+    return D, L, Z0, Z1
+
+
+@gluon.jit
+def triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype: gl.constexpr, FULL: gl.constexpr):
+    """T of these blocks."""
+    D = gl.where(x_r % 16 > x_c, D, 0.0)
+    T0 = gl.where(block == 0, D, gl.where(block == 1, L, -Z0))
+    T1 = gl.where(block == 1, D, -Z1)
+    T2 = gl.where(block == 2, D, gl.where(block == 3, L, 0.0))
+    T3 = gl.where(block == 3, D, 0.0)
+    return side_by_side(T0.to(dtype), T1.to(dtype), T2.to(dtype), T3.to(dtype), FULL)
+
+
+@gluon.jit
 def triangles_role(
     memory,
     scratch,
@@ -185,13 +307,14 @@ def triangles_role(
     EPS: gl.constexpr = 0.0,
 ):
     k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty = memory
-    a_s, x_s, blocks_s = scratch
+    if HAS_NARROW:
+        a_s, x_s, blocks_s, exponents = scratch
+    else:
+        a_s, x_s, blocks_s = scratch
+        exponents = vectors
     n_chunks, n_rows, _ = walk
-    # These are the layouts of products [64, 64], [64, 32] and [64, 16].
     FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, FULL)
     COLUMN: gl.constexpr = gl.SliceLayout(0, FULL)
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -201,8 +324,6 @@ def triangles_role(
     x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
     block = x_r // 16 + x_c * 0
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
-    half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
-    quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
 
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -220,95 +341,8 @@ def triangles_role(
         # would keep each element of their masks in a register.
         row = gl.where(n_rows > i, o_r, -1)[:, None]
         A = warpgroup_mma_wait(0, deps=[kk])
-        A = A * beta[:, None]
-        if steep > 0:
-            d_row = vectors.index(base + D_VECTOR).load(ROW) * opaque(steep)
-            d_column = vectors.index(base + D_VECTOR).load(COLUMN)
-            A = A * power(gl.where(row > o_c, d_row[:, None] - d_column[None, :], 0.0))
-        if HAS_NARROW:
-            if steep < 0:
-                column = vectors.index(base + D_VECTOR).load(COLUMN)
-                row_power = inverse_power(vectors.index(base + D_VECTOR).load(ROW)) * opaque(-steep)
-                # Above the diagonal the product of powers may overflow. Below, it is at most 1.
-                A = A * gl.minimum(row_power[:, None] * column[None, :], 1.0)
-        Ah = A.to(gl.float16)
-        a_s.store(Ah)
-        blocks_s.store(Ah)
-        D = block_diagonal(inverses_of_blocks(blocks_s), QUARTER)
-        # From blocks of 8 to blocks of 16. D has for each row of the matrix the 16 columns of its
-        # own diagonal block, and so one sum of four products is that of all four blocks.
-        Dh = D.to(gl.float16)
-        D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
-        D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
-        x_s.store(side_by_side(D0, D1, D2, D3, FULL))
-        fence_async_shared()
-        Y = quarter_zero
-        for b in gl.static_range(4):
-            Y = warpgroup_mma(
-                columns_of(x_s, 16 * b, 16),
-                block_of(a_s, 16 * b, 16 * b, 16),
-                Y,
-                use_acc=b > 0,
-                is_async=True,
-            )
-        Y = warpgroup_mma_wait(0, deps=[Y])
-        Yh = Y.to(gl.float16)
-        Z = quarter_zero
-        for b in gl.static_range(4):
-            Yb = masked(Yh, gl.where(block == b, -1, 0).to(gl.int16))
-            Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
-            Z = warpgroup_mma(
-                Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
-            )
-        Z = warpgroup_mma_wait(0, deps=[Z])
-        D = gl.where((x_r // 8 % 2 == 1) & (x_c < 8), -Z, D)
-
-        # Blocks of 32: L is what lies below the first and the third block of 16.
-        Dh = D.to(gl.float16)
-        D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
-        D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
-        x_s.store(side_by_side(D0, D1, D2, D3, FULL))
-        fence_async_shared()
-        Y = quarter_zero
-        for b in gl.static_range(0, 4, 2):
-            Y = warpgroup_mma(
-                columns_of(x_s, 16 * b + 16, 16),
-                block_of(a_s, 16 * b + 16, 16 * b, 16),
-                Y,
-                use_acc=b > 0,
-                is_async=True,
-            )
-        Y = warpgroup_mma_wait(0, deps=[Y])
-        Yh = Y.to(gl.float16)
-        Z = quarter_zero
-        for b in gl.static_range(0, 4, 2):
-            Yb = masked(Yh, gl.where(block == b + 1, -1, 0).to(gl.int16))
-            Yo = gl.convert_layout(Yb, OPERAND, assert_trivial=True)
-            Z = warpgroup_mma(
-                Yo, block_of(x_s, 16 * b, 16 * b, 16), Z, use_acc=b > 0, is_async=True
-            )
-        L = -warpgroup_mma_wait(0, deps=[Z])
-
-        # The whole matrix.
-        Lh = L.to(gl.float16)
-        D0 = either(D0, own_blocks(Lh, block, 1))
-        D2 = either(D2, own_blocks(Lh, block, 3))
-        x_s.store(side_by_side(D0, D1, D2, D3, FULL))
-        fence_async_shared()
-        Y = warpgroup_mma(
-            columns_of(x_s, 32, 32),
-            block_of(a_s, 32, 0, 32),
-            half_zero,
-            use_acc=False,
-            is_async=True,
-        )
-        Yh = warpgroup_mma_wait(0, deps=[Y]).to(gl.float16)
-        Yo = gl.convert_layout(Yh, OPERAND, assert_trivial=True)
-        upper = x_s.slice(0, 32, 0)
-        Z0 = warpgroup_mma(Yo, columns_of(upper, 0, 16), quarter_zero, use_acc=False, is_async=True)
-        Z1 = warpgroup_mma(
-            Yo, columns_of(upper, 16, 16), quarter_zero, use_acc=False, is_async=True
-        )
+        Ah = with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NARROW)
+        D, L, Z0, Z1 = blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block)
 
         # k k^T of the next chunk runs while T is stored. After the last chunk this product reads
         # old keys, and its result is not used.
@@ -332,13 +366,7 @@ def triangles_role(
         past_phase = (gl.maximum(past, 0) // STAGES) & 1
         mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
         t = t_s.index(t_stage)
-        D = gl.where(x_r % 16 > x_c, D, 0.0)
-        T0 = gl.where(block == 0, D, gl.where(block == 1, L, -Z0))
-        T1 = gl.where(block == 1, D, -Z1)
-        T2 = gl.where(block == 2, D, gl.where(block == 3, L, 0.0))
-        T3 = gl.where(block == 3, D, 0.0)
-        T = side_by_side(T0.to(dtype), T1.to(dtype), T2.to(dtype), T3.to(dtype), FULL)
-        t.store(T)
+        t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype, FULL))
         fence_async_shared()
         mbarrier.arrive(t_full.index(t_stage), count=1)
         t_stage = (t_stage + 1) % T_STAGES
