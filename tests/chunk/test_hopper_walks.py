@@ -36,8 +36,6 @@ from hopper_cases import (
 
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.triton.hopper.support import walks_refusal
-from gdn_triton.chunk.triton.hopper.walks import segments
-from gdn_triton.chunk.triton.hopper.walks.segments import WalkCut, choose_walk_cut
 
 SIZES = {"B": 4, "T": 320, "H": 16, "HV": 32, "K": 128, "V": 128, "N": 4}
 COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
@@ -71,18 +69,6 @@ COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
 def test_refusals(change: dict[str, Any], words: str | None) -> None:
     refusal = walks_refusal(replace(COMMON, **change))
     assert refusal is None if words is None else re.search(words, str(refusal))
-
-
-def test_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences of few heads are cut, others and those of the batch-invariant mode are not."""
-    monkeypatch.setattr(segments, "CUTS", True)
-    few = replace(COMMON, B=1, N=1, H=4, HV=8, T=32768)
-    cut = choose_walk_cut(132, few)
-    assert cut is not None and 3 <= -(-512 // cut.segment) <= 32
-    assert choose_walk_cut(132, replace(few, batch_invariant=True)) is None
-    assert choose_walk_cut(132, replace(few, T=1024)) is None
-    assert choose_walk_cut(132, replace(few, H=16, HV=32)) is None
-    assert choose_walk_cut(132, replace(few, T=0)) is None
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -147,31 +133,6 @@ def test_gates(case: Case, strength: str) -> None:
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
-
-
-CUTS = {
-    "short": WalkCut(segment=1, maps=2, later=1, windows=False),
-    "long": WalkCut(segment=3, maps=1, later=2, windows=False),
-    "windows": WalkCut(segment=2, maps=2, later=2),
-}
-
-
-@hopper
-@pytest.mark.usefixtures("walks")
-@pytest.mark.parametrize("strength", ["mild", "model", "strong"])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", cases([PACKED, TAIL, SMALL_PACKED]))
-def test_segments(case: Case, cut: WalkCut, strength: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gdn_triton.chunk.triton.hopper.walks import launch
-
-    monkeypatch.setattr(launch, "choose_walk_cut", lambda *_: cut)
-    x = make_inputs(case, BF16, "cuda")
-    x = x.but(g=STRENGTHS[strength](x.g))
-    task = make_task(case, BF16, "cuda", Options(), x)
-    check_task(task, BF16, "cuda")
-    found = by_op(task)
-    for _ in range(3):
-        assert all(same_bits(y, found[name]) for name, y in by_op(task).items())
 
 
 @hopper

@@ -13,23 +13,14 @@ import re
 import time
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
-from backward_cases import (
-    NAMES,
-    STRENGTHS,
-    TERMS,
-    Options,
-    Task,
-    exact,
-    make_task,
-    rounded_gradients,
-)
+from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounded_gradients
 from emulator.gluon import emulated
 from gluon_emulated import gluon_case, problem_of
-from helpers import BF16, Case, assert_within_budget, same_bits
+from helpers import BF16, Case, assert_within_budget
 from narrow import Arithmetic
 from torch import Tensor
 
@@ -38,16 +29,11 @@ from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.walks import launch as walks
-from gdn_triton.chunk.triton.hopper.walks.segments import WalkCut
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
 from gdn_triton.constants import L2NORM_EPS
 
 WRITES = {
-    "hopper_walks_kernel": (
-        *("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc"),
-        *("starts", "d_starts", "windows", "differs"),
-    ),
-    "hopper_fwd_kernel": ("starts", "shifts", "windows"),
+    "hopper_walks_kernel": ("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc"),
     "hopper_gradients_kernel": ("dq", "dk", "shares", "across"),
 }
 # Few multiprocessors, so that a program of the gradients has several chunks.
@@ -79,36 +65,7 @@ def normalized(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (q * of_q).to(q.dtype), (k * of_k).to(k.dtype), factors
 
 
-def folded(
-    starts: Tensor,
-    d_starts: Tensor,
-    shifts: Tensor,
-    windows: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    N: int,
-    NS: int,
-    segment: int,
-    **_: Any,
-) -> None:
-    """As ``fold_walks``."""
-    K = starts.shape[2]
-    counts = [NS] * N
-    if cu_seqlens is not None:
-        counts = [-(-max(n - segment, 0) // segment) for n in cu_seqlens.diff().tolist()]
-    end = 0
-    for count in counts:
-        end += count
-        maps = shifts[end - count : end, :, : K * K].unflatten(2, (K, K)).clone()
-        if windows is not None:
-            maps[windows[end - count : end, :, 0] > 0] = 0
-        for i in range(end - count, end - 1):
-            starts[i + 1] += maps[i - end] @ starts[i]
-        for i in reversed(range(end - count, end - 1)):
-            d_starts[i] += maps[i - end].mT @ d_starts[i + 1]
-
-
-def by_kernels(task: Task, plan: walks.Plan, cut: WalkCut | None, seed: int) -> dict[str, Tensor]:
+def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
     case, options, leaves = task.case, task.options, task.leaves
     problem = replace(
         problem_of(case, BF16, norm=options.l2norm),
@@ -119,8 +76,6 @@ def by_kernels(task: Task, plan: walks.Plan, cut: WalkCut | None, seed: int) -> 
     x = Inputs(**{name: leaves.get(name) for name in NAMES}, cu_seqlens=task.cu_seqlens)
     with (
         mock.patch.object(walks, "choose_plan", lambda *_: plan),
-        mock.patch.object(walks, "choose_walk_cut", lambda *_: cut),
-        mock.patch.object(walks, "fold_walks", folded),
         mock.patch.object(walks, "gpu_of", lambda _: GPU),
         mock.patch.object(gradients, "gpu_of", lambda _: GPU),
         mock.patch.object(backward, "make_chunks", table_of),
@@ -139,34 +94,13 @@ def by_kernels(task: Task, plan: walks.Plan, cut: WalkCut | None, seed: int) -> 
     return {name: getattr(found, name) for name in leaves}
 
 
-class Call(NamedTuple):
-    """gates: of STRENGTHS. again: a token is NaN before a segment's windows, so the walks differ
-    from the maps, and the gradients have the bits of whole sequences."""
-
-    case: Case
-    options: Options
-    plan: walks.Plan
-    cut: WalkCut | None = None
-    gates: str = "one"
-    again: bool = False
-
-
-def check_backward(call: Call, seed: int) -> None:
-    case, options, plan, cut, gates, again = call
+def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) -> None:
     task = make_task(case, BF16, "cpu", options)
-    g = task.leaves["g"]
-    g.copy_(STRENGTHS[gates](g.clone()))
     # Rows of dv that are dx, most with numbers of T below the normal numbers of fp16.
     for n, beta in enumerate((0.0, 2.0**-70, 2.0**-24)):
         task.leaves["beta"][:, 4 + n :: 11] = beta
-    if again:
-        task.leaves["v"][:, 150] = torch.nan
-        whole, found = (by_kernels(task, plan, x, seed) for x in (None, cut))
-        for name, y in whole.items():
-            assert same_bits(y, found[name]), f"d{name} has other bits than that of whole sequences"
-        return
     right, arithmetic = exact(task), Arithmetic(BF16, "cuda")
-    near, found = rounded_gradients(task, arithmetic, right), by_kernels(task, plan, cut, seed)
+    near, found = rounded_gradients(task, arithmetic, right), by_kernels(task, plan, seed)
     for name, y in right.items():
         dtype, unit = task.leaves[name].dtype, TERMS * arithmetic.unit
         assert_within_budget(f"d{name}", found[name], y, near[name], dtype=dtype, unit=unit)
@@ -174,40 +108,10 @@ def check_backward(call: Call, seed: int) -> None:
 
 OF_TWO = walks.Plan(walks.TWO, walks.TWO)
 OF_ONE = walks.Plan(walks.ONE, walks.ONE)
-NO_STATES = Options(state=False, dht=False)
 CALLS = {
-    "padded": Call(gluon_case("padded", T=128, B=2, HV=3), NO_STATES, OF_TWO),
-    "packed": Call(gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), OF_ONE),
-    "small": Call(
-        gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), OF_TWO
-    ),
-    "segments": Call(
-        gluon_case("segments", T=270, B=2, HV=1),
-        Options(l2norm=True, v_first=True),
-        OF_TWO,
-        WalkCut(segment=1, maps=2, later=1, windows=False),
-    ),
-    "segments-packed": Call(
-        gluon_case("segments-packed", lengths=(0, 70, 340, 64, 250), orphans=20, HV=1, K=72, V=72),
-        Options(),
-        OF_TWO,
-        WalkCut(segment=1, maps=1, later=2, windows=False),
-    ),
-    "windows": Call(
-        gluon_case("windows", T=460),
-        NO_STATES,
-        OF_TWO,
-        WalkCut(segment=2, maps=1, later=1),
-        gates="model",
-    ),
-    "again": Call(
-        gluon_case("again", lengths=(30, 400)),
-        Options(),
-        OF_TWO,
-        WalkCut(segment=2, maps=2, later=2),
-        gates="strong",
-        again=True,
-    ),
+    "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), OF_TWO),
+    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), OF_ONE),
+    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), OF_TWO),
 }
 
 
@@ -222,7 +126,7 @@ def main() -> None:
             continue
         start = time.monotonic()
         try:
-            check_backward(call, seed)
+            check_backward(*call, seed)
             said = "right"
         except (AssertionError, RuntimeError) as error:
             failed += 1

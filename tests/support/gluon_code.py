@@ -24,7 +24,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gluon_gradients
-import gluon_walks
 import torch
 from gluon_walks import chunk_table, make_given, walk_case, walks_of
 from helpers import Case
@@ -37,8 +36,6 @@ from target_code import (
     unwritten_uniform_registers,
 )
 from triton.backends.compiler import GPUTarget
-
-from gdn_triton.chunk.triton.hopper.walks.segments import WalkCut
 
 if TYPE_CHECKING:
     from gdn_triton.chunk.problem import Pool, Problem
@@ -96,21 +93,16 @@ CALLS = [
     Call(Shape(256, 256, BF16, HV=8, full=True), N=4, pool=True),
 ]
 
-# The walks of the backward in blocks of two states or of one, and in segments of a chunk. Their
-# spills are addresses of the triangles' warps.
-WALKS: list[tuple[Case, WalkCut | None]] = [
-    (walk_case("of two", T=128, B=4, H=16, HV=32), None),
-    (walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32), None),
-    (walk_case("apart, of one", T=128, B=2, H=16, HV=32), None),
-    (walk_case("of one", T=128), None),
-    (walk_case("the same, packed", lengths=(70, 70)), None),
-    (walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72), None),
-    (walk_case("least", T=128, K=64, V=64), None),
-    (walk_case("segments", T=200), WalkCut(segment=1, maps=2, later=1)),
-    (
-        walk_case("segments, packed", lengths=(70, 200)),
-        WalkCut(segment=1, maps=1, later=2, windows=False),
-    ),
+# The walks of the backward in blocks of two states or of one. Their spills are addresses of the
+# triangles' warps.
+WALKS = [
+    walk_case("of two", T=128, B=4, H=16, HV=32),
+    walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
+    walk_case("apart, of one", T=128, B=2, H=16, HV=32),
+    walk_case("of one", T=128),
+    walk_case("the same, packed", lengths=(70, 70)),
+    walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
+    walk_case("least", T=128, K=64, V=64),
 ]
 STACK_OF_WALKS = 128
 IN_LOOP_OF_WALKS = {False: 2, True: 8}
@@ -240,21 +232,17 @@ def judge_gradients() -> list[str]:
     return wrong
 
 
-def compiled_walks(case: Case, cut: WalkCut | None) -> list[tuple[Any, int]]:
+def compiled_walks(case: Case) -> list[tuple[Any, int]]:
     """The kernels of a case, each with the number of its programs."""
-    given = make_given(case, "mild", 0)
-    with (
-        mock.patch.object(gluon_walks.launch, "choose_walk_cut", lambda *_: cut),
-        compile_only(TARGET) as kernels,
-    ):
-        walks_of(case, given, chunk_table(case), v_first=False, in_segments=cut is not None)
-    return [(x.kernel, x.grid[0]) for x in kernels if x.name == "hopper_walks_kernel"]
+    with compile_only(TARGET) as kernels:
+        walks_of(case, make_given(case, "mild", 0), chunk_table(case), v_first=False)
+    return [(x.kernel, x.grid[0]) for x in kernels]
 
 
 def judge_walks() -> list[str]:
     wrong = []
-    for case, cut in WALKS:
-        for kernel, blocks in compiled_walks(case, cut):
+    for case in WALKS:
+        for kernel, blocks in compiled_walks(case):
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
             local = local_memory_of_state(sass) if case.K > 64 else 0

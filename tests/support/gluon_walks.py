@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from backward_cases import STRENGTHS
 from emulator.gluon import emulated
-from gluon_emulated import problem_of
 from helpers import BF16, FP32, FP64, Case, assert_within_budget, make_inputs
 from torch import Tensor
 
-from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper.walks import launch
 from gdn_triton.chunk.triton.hopper.walks.launch import ONE, TWO, Plan
@@ -130,24 +128,13 @@ def expected(case: Case, x: Given, slots: int, *, rounds: bool) -> dict[str, Ten
 
 
 def walks_of(
-    case: Case,
-    x: Given,
-    chunks: ChunkTable,
-    *,
-    v_first: bool,
-    store_dv: bool = False,
-    in_segments: bool = False,
+    case: Case, x: Given, chunks: ChunkTable, *, v_first: bool, store_dv: bool = False
 ) -> States:
-    """Launches both walks. in_segments: the sequences may be cut, with g_cumsum in place of g."""
+    """Launches both walks."""
 
     def laid_out(state: Tensor) -> Tensor:
         return state.mT.contiguous() if v_first else state
 
-    call = None
-    if in_segments:
-        g, cu_seqlens = x.g_cumsum, chunks.cu_seqlens
-        inputs = Inputs(x.q, x.k, x.v, g, x.beta, None, None, None, cu_seqlens)
-        call = problem_of(case, BF16), inputs
     states = {"initial_state": laid_out(x.initial_state), "dht": laid_out(x.dht)}
     return launch.walks(
         **x._asdict() | states,
@@ -162,7 +149,6 @@ def walks_of(
         store_dh0=True,
         state_v_first=v_first,
         store_dv=store_dv,
-        call=call,
     )
 
 

@@ -310,8 +310,6 @@ def gradients(
         walk = walks
     with on_device(x.q.device):
         begun = begin(problem, x, do, on_hopper=walks_on_hopper, keep_factors=gradients_on_hopper)
-        if walks_on_hopper:
-            walk = functools.partial(walk, call=(problem, begun.x))
         return finish(
             problem,
             begun,

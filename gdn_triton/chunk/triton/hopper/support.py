@@ -11,7 +11,6 @@ from packaging.version import Version
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
-from gdn_triton.chunk.triton.hopper.walks.segments import choose_walk_cut
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -93,7 +92,7 @@ def walks_refusal(problem: Problem) -> str | None:
         if p.longest[0] == 0:
             states /= ASSUMED_UNEVENNESS
     multiprocessors = _multiprocessors(p.device)
-    if states < least * multiprocessors and choose_walk_cut(multiprocessors, p) is None:
+    if states < least * multiprocessors:
         return (
             f"The walks for compute capability 9.0 would run {states:.0f} states at once, too few "
             f"on {multiprocessors} multiprocessors: the longest sequence bounds the call."

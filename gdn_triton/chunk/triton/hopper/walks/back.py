@@ -21,7 +21,6 @@ def back_block(
     strides,
     heads,
     first_slot,
-    columns,
     walk,
     scale,
     K: gl.constexpr,
@@ -39,8 +38,6 @@ def back_block(
     STORE_DH0: gl.constexpr,
     STORE_DV: gl.constexpr,
     LEAST_BETA: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATES * BV
@@ -78,9 +75,8 @@ def back_block(
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
 
-    i_b, first_row, _, _, first_v = heads
-    i_stored, end_in, end_out = columns
-    place = (i_b, first_row, i_stored, first_v, first_slot, end_in, end_out)
+    i_b, first_row, _, i_hv, first_v = heads
+    place = (i_b, first_row, i_hv, first_v, first_slot)
     factors = (vectors, writes, flags, gates_full, empty)
     inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
@@ -112,8 +108,6 @@ def back_block(
                         T_STAGES,
                         HAS_DHT,
                         STORE_DH0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),
@@ -158,8 +152,6 @@ def back_block(
                         T_STAGES,
                         HAS_DHT,
                         STORE_DH0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),
@@ -185,8 +177,6 @@ def back_block(
                         T_STAGES,
                         HAS_DHT,
                         STORE_DH0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),

@@ -21,7 +21,6 @@ def forward_block(
     strides,
     heads,
     first_slot,
-    columns,
     walk,
     scale,
     K: gl.constexpr,
@@ -35,8 +34,6 @@ def forward_block(
     TRIANGLES_REGISTERS: gl.constexpr,
     SINGLE_REGISTERS: gl.constexpr,
     HAS_H0: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATES * BV
@@ -68,8 +65,7 @@ def forward_block(
         mbarrier.init(t_full.index(s), count=1)
 
     i_b, first_row, _, i_hv, first_v = heads
-    _, end_in, end_out = columns
-    place = (i_b, first_row, i_hv, first_v, first_slot, end_in, end_out)
+    place = (i_b, first_row, i_hv, first_v, first_slot)
     factors = (vectors, writes, flags, gates_full, empty)
     inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s)
@@ -99,8 +95,6 @@ def forward_block(
                         STAGES,
                         T_STAGES,
                         HAS_H0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),
@@ -143,8 +137,6 @@ def forward_block(
                         STAGES,
                         T_STAGES,
                         HAS_H0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),
@@ -168,8 +160,6 @@ def forward_block(
                         STAGES,
                         T_STAGES,
                         HAS_H0,
-                        PART,
-                        WINDOWS,
                         IS_VARLEN,
                     ),
                 ),

@@ -8,7 +8,6 @@ import torch
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
-from gdn_triton.chunk.problem import Inputs, Problem
 from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper import launch as shapes
@@ -19,21 +18,14 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     state_tile,
     tma_readable,
 )
-from gdn_triton.chunk.triton.hopper.launch import ONE, Segments, Shape
-from gdn_triton.chunk.triton.hopper.segments import Cut
-from gdn_triton.chunk.triton.hopper.walks.fold import fold_walks
+from gdn_triton.chunk.triton.hopper.launch import ONE, Shape
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
-from gdn_triton.chunk.triton.hopper.walks.segments import choose_walk_cut
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 
 # The walk back has more to hold in the registers of its states than the forward.
 TWO = shapes.TWO._replace(state_registers=192, triangles_registers=96)
 
-
 Walk = Literal["back", "forward"]
-# A launch walks whole sequences; or, of a call in segments, the first segments of the sequences
-# forward and the last ones back while it makes the maps of the gradients, or all others.
-Part = Literal["whole", "ends", "later", "again"]
 
 
 class Plan(NamedTuple):
@@ -58,7 +50,6 @@ def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
 @functools.lru_cache(maxsize=256, typed=True)
 def walks_launch(
     walk: Walk,
-    part: Part,
     shape: Shape,
     H: int,
     HV: int,
@@ -69,18 +60,15 @@ def walks_launch(
     h0_strides: tuple[int, ...],
     dht_strides: tuple[int, ...],
     dh0_strides: tuple[int, ...],
-    BN: int,
-    BS: int,
     *,
     store_dv: bool,
     is_varlen: bool,
-    waits: bool,
     leads: bool,
     follows: bool,
 ) -> TileLaunch:
     """The strides of g_cumsum and beta are those of a token and a head."""
     columns, BK = shape.states * COLUMNS, 64 if K <= 64 else 128
-    options = {"launch_pdl": True} if waits or follows else {}
+    options = {"launch_pdl": True} if follows else {}
     return TileLaunch(
         hopper_walks_kernel,
         {
@@ -113,12 +101,8 @@ def walks_launch(
         SINGLE_REGISTERS=shape.single_registers,
         STORE_DV=store_dv,
         LEAST_BETA=LEAST_BETA,
-        BN=BN,
-        BS=BS,
-        PART=part,
         IS_BACK=walk == "back",
         IS_VARLEN=is_varlen,
-        WAITS=waits,
         LEADS=leads,
         FOLLOWS=follows,
         num_warps=4,
@@ -147,45 +131,23 @@ def walks(
     store_dh0: bool,
     state_v_first: bool,
     store_dv: bool = False,
-    call: tuple[Problem, Inputs] | None = None,
 ) -> States:
     """Returns the results of ``state_bwd`` of gradients/state.py, for q, k, v and do in bfloat16.
     The walks compute A_inv, A_qk and own themselves and do not read these arguments. store_dv: the
-    field dx of the result is beta dx, except in rows with |beta| < LEAST_BETA. call: the problem
-    and its inputs, of which the maps of segments are made; without them sequences stay whole."""
+    field dx of the result is beta dx, except in rows with |beta| < LEAST_BETA."""
     del A_inv, A_qk, own, A_is_strict
     B, T, HV, V = do.shape
-    gpu = gpu_of(k.device)
     h = torch.empty(chunks.slots, HV, K, V, dtype=k.dtype, device=k.device)
     v_new = torch.empty(B, T, HV, V, dtype=k.dtype, device=k.device)
     dh, dx = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = empty_state(N, HV, K, V, state_v_first, k.device) if store_dh0 else None
     q, k, v, do = (tma_readable(x) for x in (q, k, v, do))
     g_strides, beta_strides = head_strides(g_cumsum), head_strides(beta)
-    BN = 2 if call is None else shapes.sequences_at_once(call[0])
-    cut = None if call is None else choose_walk_cut(gpu.multiprocessors, call[0])
 
-    def launch(
-        walk: Walk,
-        part: Part,
-        shape: Shape,
-        segments: Segments | None = None,
-        d_starts: torch.Tensor | None = None,
-        differs: torch.Tensor | None = None,
-        *,
-        waits: bool = False,
-        leads: bool = False,
-        follows: bool = False,
-    ) -> None:
-        blocks = -(-V // (shape.states * COLUMNS)) * HV
-        programs = blocks * N
-        if segments is not None and part == "later":
-            programs = blocks * segments.slots
-        elif segments is not None and part == "ends" and walk == "back":
-            programs += blocks * segments.slots
+    def launch(walk: Walk, shape: Shape, *, leads: bool = False, follows: bool = False) -> None:
+        programs = -(-V // (shape.states * COLUMNS)) * HV * N
         run = walks_launch(
             walk,
-            part,
             shape,
             k.shape[2],
             HV,
@@ -196,11 +158,8 @@ def walks(
             state_strides(initial_state, state_v_first),
             state_strides(dht, state_v_first),
             state_strides(dh0, state_v_first),
-            2 if segments is None else BN,
-            2 if segments is None else segments.BS,
             store_dv=store_dv,
             is_varlen=chunks.cu_seqlens is not None,
-            waits=waits,
             leads=leads,
             follows=follows,
         )
@@ -221,64 +180,17 @@ def walks(
             h0=initial_state,
             dht=dht,
             dh0=dh0,
-            starts=None if segments is None else segments.starts,
-            d_starts=d_starts,
-            windows=None if segments is None else segments.windows,
-            differs=differs,
             cu_seqlens=chunks.cu_seqlens,
             chunk_offsets=chunks.chunk_offsets,
             scale=scale,
             T=T,
             N=N,
             NT=chunks.NT,
-            NS=0 if segments is None else segments.NS,
-            segment=1 if segments is None else segments.segment,
             stride_gb=g_strides[0],
             stride_betab=beta_strides[0],
         )
 
-    if cut is None or call is None:
-        plan = choose_plan(gpu.multiprocessors, N * HV, V)
-        launch("forward", "whole", plan.forward, leads=plan.together)
-        launch("back", "whole", plan.back, follows=plan.together)
-    else:
-        p, x = call
-        segments = shapes.make_segments(p, Cut(cut.segment, cut.segment, windows=cut.windows))
-        d_starts = torch.empty_like(segments.starts)
-        has_maps = segments.most_long > 0
-        if has_maps:
-            none, strides = state_strides(None, False), state_strides(segments.starts, False)
-            shapes.launch(
-                *(p, x._replace(q=q, k=k, v=v), shapes.TWO, v_new, None, none, None, strides),
-                segments=segments,
-                part="maps",
-            )
-        # The first three launches do not depend on each other.
-        differs = None
-        if cut.windows:
-            sizes = segments.slots, HV, 2, -(-V // COLUMNS)
-            differs = torch.empty(sizes, dtype=torch.int32, device=k.device)
-        given = segments, d_starts, differs
-        maps, later = (TWO if states == 2 else ONE for states in (cut.maps, cut.later))
-        launch("forward", "ends", ONE, *given, leads=True, follows=has_maps)
-        launch("back", "ends", maps, *given, follows=True)
-        if has_maps:
-            fold_walks(
-                segments.starts,
-                d_starts,
-                segments.shifts,
-                segments.windows,
-                chunks.cu_seqlens,
-                gpu=gpu,
-                N=N,
-                most_long=segments.most_long,
-                BN=shapes.sequences_at_once(p),
-                NS=segments.NS,
-                segment=segments.segment,
-            )
-        launch("forward", "later", later, *given, waits=has_maps)
-        launch("back", "later", later, *given)
-        if has_maps and cut.windows:
-            launch("forward", "again", ONE, *given, leads=True)
-            launch("back", "again", ONE, *given, follows=True)
+    plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
+    launch("forward", plan.forward, leads=plan.together)
+    launch("back", plan.back, follows=plan.together)
     return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)

@@ -27,7 +27,7 @@ from gdn_triton.chunk.triton.hopper.names import (
     store_tile,
     viewed,
 )
-from gdn_triton.chunk.triton.hopper.state import SAME_START, differ, store_rows
+from gdn_triton.chunk.triton.hopper.state import store_rows
 from gdn_triton.chunk.triton.hopper.walks.gates import (
     FIRST_VECTOR,
     LAST,
@@ -75,15 +75,6 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
 
 
 @gluon.jit
-def mark_end(state, p_next, p_mark, is_checked, o_v, o_k, K: gl.constexpr, V: gl.constexpr):
-    """Stores whether the end of a segment differs from the state with which the next one began."""
-    inside = (o_v < gl.where(is_checked, V, 0))[:, None] & (o_k < K)[None, :]
-    following = gl.load(p_next + (o_k[None, :] * V + o_v[:, None]), mask=inside, other=0)
-    differs = differ(state, following, SAME_START)
-    gl.store(p_mark, gl.where(is_checked, differs, 0))
-
-
-@gluon.jit
 def back_role(
     memory,
     fulls,
@@ -104,16 +95,14 @@ def back_role(
     T_STAGES: gl.constexpr,
     HAS_DHT: gl.constexpr,
     STORE_DH0: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty = memory
     k_full, q_full, gates_full, t_full, p_full = fulls
     dx_desc, dh_desc = descs
-    p_dx, p_dht, p_dh0, p_next, p_differs, is_checked = ends
+    p_dx, p_dht, p_dh0 = ends
     stride_dxt, stride_dhtk, stride_dhtv, stride_dh0k, stride_dh0v = strides
-    i_b, first_row, i_hv, first_v, first_slot, end_in, end_out = place
+    i_b, first_row, i_hv, first_v, first_slot = place
     n_chunks, n_rows, _ = walk
     first_v += NUMBER * BV
     p_dx += NUMBER * BV
@@ -131,7 +120,7 @@ def back_role(
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
     dh = gl.zeros([BV, BK], gl.float32, STATE)
     if HAS_DHT:
-        inside = (o_v < (V if PART == "whole" else end_in))[:, None] & (o_k < K)[None, :]
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
         offsets = o_v[:, None] * stride_dhtv + o_k[None, :] * stride_dhtk
         dh = gl.load(p_dht + offsets, mask=inside, other=0).to(gl.float32)
     # The accumulator of the first product, which overwrites it. Later the registers of other dead
@@ -224,13 +213,9 @@ def back_role(
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
     if STORE_DH0:
-        stored = (o_v < (V if PART == "whole" else end_out))[:, None] & (o_k < K)[None, :]
+        stored = (o_v < V)[:, None] & (o_k < K)[None, :]
         offsets = o_v[:, None] * stride_dh0v + o_k[None, :] * stride_dh0k
         gl.store(p_dh0 + offsets, dh, mask=stored)
-    if PART == "later" and WINDOWS:
-        if first_v < V:
-            p_mark = p_differs + first_v // BV
-            mark_end(dh, p_next, p_mark, is_checked, o_v, o_k, K, V)
 
 
 @gluon.jit
@@ -252,16 +237,14 @@ def forward_role(
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     HAS_H0: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     k_s, v_s, t_s, u_s, h_s, vectors, flags, empty = memory
     k_full, gates_full, t_full = fulls
     u_desc, h_desc = descs
-    p_u, p_h0, p_next, p_differs, is_checked = ends
+    p_u, p_h0 = ends
     stride_ut, stride_h0k, stride_h0v = strides
-    i_b, first_row, i_hv, first_v, first_slot, _, end_out = place
+    i_b, first_row, i_hv, first_v, first_slot = place
     n_chunks, n_rows, _ = walk
     first_v += NUMBER * BV
     p_u += NUMBER * BV
@@ -329,10 +312,3 @@ def forward_role(
         stage, phase = advance(stage, phase, STAGES)
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
-    if PART == "ends":
-        stored = (o_v < end_out)[:, None] & (o_k < K)[None, :]
-        gl.store(p_next + (o_k[None, :] * V + o_v[:, None]), h, mask=stored)
-    if PART == "later" and WINDOWS:
-        if first_v < V:
-            p_mark = p_differs + first_v // BV
-            mark_end(h, p_next, p_mark, is_checked, o_v, o_k, K, V)
