@@ -106,12 +106,12 @@ def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) ->
         assert_within_budget(f"d{name}", found[name], y, near[name], dtype=dtype, unit=unit)
 
 
-APART = walks.Plan(("forward", "back"), walks.TWO)
-BOTH = walks.Plan(("both",), walks.ONE)
+OF_TWO = walks.Plan(walks.TWO, walks.TWO)
+OF_ONE = walks.Plan(walks.ONE, walks.ONE)
 CALLS = {
-    "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), APART),
-    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), BOTH),
-    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), APART),
+    "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), OF_TWO),
+    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), OF_ONE),
+    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), OF_TWO),
 }
 
 

@@ -93,13 +93,13 @@ CALLS = [
     Call(Shape(256, 256, BF16, HV=8, full=True), N=4, pool=True),
 ]
 
-# The walks of the backward: both in a launch, or apart, in blocks of two states or of one. Their
-# spills are addresses of the triangles' warps.
+# The walks of the backward in blocks of two states or of one. Their spills are addresses of the
+# triangles' warps.
 WALKS = [
-    walk_case("apart, of two", T=128, B=4, H=16, HV=32),
+    walk_case("of two", T=128, B=4, H=16, HV=32),
     walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
     walk_case("apart, of one", T=128, B=2, H=16, HV=32),
-    walk_case("both, of one", T=128),
+    walk_case("of one", T=128),
     walk_case("the same, packed", lengths=(70, 70)),
     walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
     walk_case("least", T=128, K=64, V=64),

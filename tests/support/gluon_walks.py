@@ -184,13 +184,12 @@ def walk_case(name: str, **sizes: Any) -> Case:
     return Case(name, "", chunk_size=64, **sizes)
 
 
-BOTH, APART = ("both",), ("forward", "back")
 WALKS = [
-    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", Plan(APART, TWO)),
-    (walk_case("padded", T=330, HV=1), "closed", Plan(BOTH, ONE)),
-    (walk_case("padded", T=150, B=2, HV=1), "strong", Plan(BOTH, ONE)),
-    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", Plan(APART, ONE)),
-    (walk_case("several", T=70, K=64, V=200, HV=1), "none", Plan(APART, TWO)),
+    (walk_case("packed", lengths=(0, 70, 64, 1, 130), orphans=70), "mild", Plan(TWO, TWO)),
+    (walk_case("padded", T=330, HV=1), "closed", Plan(ONE, TWO)),
+    (walk_case("padded", T=150, B=2, HV=1), "strong", Plan(ONE, ONE)),
+    (walk_case("small", lengths=(100, 3), K=40, V=72), "all-closed", Plan(ONE, ONE)),
+    (walk_case("several", T=70, K=64, V=200, HV=1), "none", Plan(TWO, TWO)),
 ]
 
 
@@ -200,7 +199,7 @@ def main() -> None:
     options = parser.parse_args()
     failed = 0
     for seed, (case, gates, plan) in enumerate(WALKS):
-        name = f"walks-{case.name}-{gates}-{plan.launches}-{plan.shape.states}"
+        name = f"walks-{case.name}-{gates}-{plan.forward.states}-{plan.back.states}"
         if not re.search(options.select, name):
             continue
         start = time.monotonic()

@@ -27,9 +27,8 @@ FEWEST_STATES: Final = 0.24
 COLUMNS: Final = 64
 FEWEST_PROGRAMS: Final = 0.3
 
-# States of the walks of the backward, whose chain of chunks is longer than that of the portable
-# programs: padded sequences, and packed ones.
-FEWEST_WALKS: Final = 0.24
+# The same for the walks of the backward: padded sequences, and packed ones.
+FEWEST_WALKS: Final = 0.12
 FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4

@@ -10,6 +10,7 @@ chunk are empty.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.places import sequence_of
@@ -73,23 +74,23 @@ def hopper_walks_kernel(
     SINGLE_REGISTERS: gl.constexpr,
     STORE_DV: gl.constexpr,
     LEAST_BETA: gl.constexpr,
+    IS_BACK: gl.constexpr,
     IS_VARLEN: gl.constexpr,
-    WALKS: gl.constexpr,
+    LEADS: gl.constexpr,
+    FOLLOWS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """WALKS: "back", "forward" or, with even programs that walk back and odd ones forward,
-    "both"."""
+    """LEADS: the kernel after this one may run at the same time; FOLLOWS: it may run at the same
+    time as the one before, and ends after it."""
     COLUMNS: gl.constexpr = STATES * BV
     BLOCKS: gl.constexpr = (V + COLUMNS - 1) // COLUMNS
     HAS_H0: gl.constexpr = h0 is not None
     HAS_DHT: gl.constexpr = dht is not None
     STORE_DH0: gl.constexpr = dh0 is not None
+    if LEADS:
+        # The next kernel of the stream may begin when all programs of this one have.
+        gdc_launch_dependents()
     pid = gl.program_id(0)
-    if WALKS != "both":
-        is_back: gl.constexpr = WALKS == "back"
-    else:
-        is_back = pid % 2 == 0
-        pid = pid // 2
     first_v = pid % BLOCKS * COLUMNS
     i_hv = pid // BLOCKS % HV
     i_n = pid // BLOCKS // HV
@@ -130,7 +131,7 @@ def hopper_walks_kernel(
     outputs = (u_desc, h_desc)
     ends = (u + first_value, p_h0)
     strides = (stride_t, stride_h0k, stride_h0v)
-    if is_back:
+    if IS_BACK:
         back_block(
             back_sources,
             back_outputs,
@@ -182,3 +183,6 @@ def hopper_walks_kernel(
             HAS_H0,
             IS_VARLEN,
         )
+    if FOLLOWS:  # The kernel after this one waits for this one alone.
+        if pid == gl.num_programs(0) - 1:
+            gdc_wait()

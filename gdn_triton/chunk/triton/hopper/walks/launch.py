@@ -1,7 +1,7 @@
 """Launches the walks of the backward for compute capability 9.0."""
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,27 +25,31 @@ from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 # The walk back has more to hold in the registers of its states than the forward.
 TWO = shapes.TWO._replace(state_registers=192, triangles_registers=96)
 
+Walk = Literal["back", "forward"]
+
 
 class Plan(NamedTuple):
-    """The launches, each "back", "forward" or "both", and the form of their blocks."""
+    """The forms of the blocks of both walks, and whether the walks run at the same time."""
 
-    launches: tuple[str, ...]
-    shape: Shape
+    forward: Shape
+    back: Shape
+    together: bool = True
 
 
 def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
-    """Returns one launch if every block of both walks has its own multiprocessor, even with one
-    state a block, and two launches otherwise. No form changes a bit."""
-    if 2 * states * -(-V // COLUMNS) <= multiprocessors:
-        return Plan(("both",), ONE)
+    """Returns walks at the same time if all blocks of one state have a multiprocessor. If they take
+    more than half of them, blocks of two states are faster. No form changes a bit."""
+    blocks = 2 * states * -(-V // COLUMNS)
+    together = blocks <= multiprocessors
     # With few states each block of one state has a multiprocessor of its own.
-    two = V > COLUMNS and 2 * states > multiprocessors
-    return Plan(("forward", "back"), TWO if two else ONE)
+    two = 2 * blocks > multiprocessors if together else 2 * states > multiprocessors
+    shape = TWO if two and V > COLUMNS else ONE
+    return Plan(forward=shape, back=shape, together=together)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
 def walks_launch(
-    walks: str,
+    walk: Walk,
     shape: Shape,
     H: int,
     HV: int,
@@ -59,9 +63,12 @@ def walks_launch(
     *,
     store_dv: bool,
     is_varlen: bool,
+    leads: bool,
+    follows: bool,
 ) -> TileLaunch:
     """The strides of g_cumsum and beta are those of a token and a head."""
     columns, BK = shape.states * COLUMNS, 64 if K <= 64 else 128
+    options = {"launch_pdl": True} if follows else {}
     return TileLaunch(
         hopper_walks_kernel,
         {
@@ -94,9 +101,12 @@ def walks_launch(
         SINGLE_REGISTERS=shape.single_registers,
         STORE_DV=store_dv,
         LEAST_BETA=LEAST_BETA,
+        IS_BACK=walk == "back",
         IS_VARLEN=is_varlen,
-        WALKS=walks,
+        LEADS=leads,
+        FOLLOWS=follows,
         num_warps=4,
+        **options,
     )
 
 
@@ -132,14 +142,13 @@ def walks(
     dh, dx = torch.empty_like(h), torch.empty_like(v_new)
     dh0 = empty_state(N, HV, K, V, state_v_first, k.device) if store_dh0 else None
     q, k, v, do = (tma_readable(x) for x in (q, k, v, do))
-    plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
-    columns = plan.shape.states * COLUMNS
     g_strides, beta_strides = head_strides(g_cumsum), head_strides(beta)
-    for launch in plan.launches:
-        grid = (2 if launch == "both" else 1) * -(-V // columns) * HV * N
+
+    def launch(walk: Walk, shape: Shape, *, leads: bool = False, follows: bool = False) -> None:
+        programs = -(-V // (shape.states * COLUMNS)) * HV * N
         run = walks_launch(
-            launch,
-            plan.shape,
+            walk,
+            shape,
             k.shape[2],
             HV,
             K,
@@ -151,9 +160,11 @@ def walks(
             state_strides(dh0, state_v_first),
             store_dv=store_dv,
             is_varlen=chunks.cu_seqlens is not None,
+            leads=leads,
+            follows=follows,
         )
         run(
-            (grid, 1, 1),
+            (programs, 1, 1),
             q_desc=q,
             k_desc=k,
             v_desc=v,
@@ -178,4 +189,8 @@ def walks(
             stride_gb=g_strides[0],
             stride_betab=beta_strides[0],
         )
+
+    plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
+    launch("forward", plan.forward, leads=plan.together)
+    launch("back", plan.back, follows=plan.together)
     return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)
