@@ -148,7 +148,7 @@ def layer_window_kernel(
         stride_hn, stride_hh, stride_start, stride_s, stride_p, 0, 0, 0,
         0, 0, stride_ur, stride_kr, stride_gr, stride_cr, stride_hk, stride_hv, H, HV, K, V, BK,
         BV, R, BR, BT, D, PERIOD, TURNS, K_OFFSET, V_OFFSET, RCP_LN2, EPS, THRESHOLD, USE_QK_L2NORM,
-        BETA_FACTOR, LAST_SKIPPED, KI, FI, STAGES, ONE_LOAD, EARLY, DEPENDENT, False
+        BETA_FACTOR, LAST_SKIPPED, KI, FI, STAGES, ONE_LOAD, EARLY, DEPENDENT, False, False
     )  # fmt: skip
     if live:
         p_gate = None
