@@ -37,6 +37,7 @@ from gdn_triton.chunk.triton.hopper.gates import (
     DECAY,
     END,
     ENTER,
+    EXPONENTS,
     F_VECTOR,
     FLAGS,
     R_VECTOR,
@@ -164,11 +165,11 @@ def triangles_role(memory, n_chunks):
         mbarrier.wait(pairs_ready, i & 1)
         made = pairs.load(PAIRS)
         mbarrier.arrive(pairs_free, count=1)
-        if steep > 0:
+        if steep != 0:
             # These are d for the rows of k, then y + d for the rows of q, adjacent in shared
-            # memory.
+            # memory. The square is 1.
             both = viewed(vectors.index(base + D_VECTOR), gl.float32, [DIM], FLAT)
-            d_row = both.load(gl.SliceLayout(1, PAIRS)) * opaque(steep)
+            d_row = both.load(gl.SliceLayout(1, PAIRS)) * opaque(steep * steep)
             d_column = vectors.index(base + D_VECTOR).load(gl.SliceLayout(0, PAIRS))
             made *= gl.exp2(gl.where(inside, d_row[:, None] - d_column[None, :], 0.0))
         # The second 64 numbers belong to another vector. The rows of q load them but do not use
@@ -311,6 +312,7 @@ def blackwell_fwd_kernel(
     ap_s = gl.allocate_shared_memory(gl.int16, [T_STAGES, DIM, CHUNK], KEYS)
     o_s = gl.allocate_shared_memory(dtype, [1, CHUNK, DIM], KEYS)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    exponents = gl.allocate_shared_memory(gl.int16, [STAGES * EXPONENTS, CHUNK], FLAT)
     flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
     tile_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -407,7 +409,7 @@ def blackwell_fwd_kernel(
             (
                 gates_role,
                 (
-                    (vectors, flags, gates_full, empty),
+                    (vectors, exponents, flags, gates_full, empty),
                     (g + batch, beta + batch, HV, HV),
                     g,
                     g,
