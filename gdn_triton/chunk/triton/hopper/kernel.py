@@ -168,6 +168,7 @@ def hopper_fwd_kernel(
         if PART == "later":
             end_out, end_next = is_last * V, inner * V
         if n_rows == 0:
+            # The slot of a sequence that does not exist may lie past the last state.
             if PART == "later":  # The next kernel waits for this one alone, not for the fold.
                 gdc_wait()
             return
@@ -178,8 +179,7 @@ def hopper_fwd_kernel(
             i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
         i_state, tokens = i_n, n_rows * 0
     # Columns of the initial state that are not zeros, and the number of the state to begin with.
-    # The slot of a sequence that does not exist may lie past the last state.
-    end_in = end_out if PART == "again" else first_v * 0 + V
+    end_in = first_v * 0 + V
     i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
     if read_slots is not None and not IN_SEGMENTS:
         i_h0 = gl.load(read_slots + i_n).to(gl.int64)
@@ -206,7 +206,7 @@ def hopper_fwd_kernel(
         # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
         fence_async_shared()
 
-    # With K above 128, queries and values have a ring of their own, and `ready` is full of both.
+    # With K above 128, queries and values have a ring of their own, whose full barrier is `ready`.
     Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

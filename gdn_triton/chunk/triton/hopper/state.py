@@ -111,6 +111,56 @@ def decayed(S, decay):
 
 
 @gluon.jit
+def store_output(
+    o_desc,
+    p_o,
+    o_tile,
+    place,
+    left,
+    stride_ot,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    """Stores o of a chunk from shared memory: the whole tile, or the rows that are ``left`` of a
+    sequence. place: the tile's batch entry, first row, head and first column."""
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    i_b, row, i_hv, first_v = place
+    if IS_VARLEN:
+        if left < CHUNK:
+            p_row = p_o + row.to(gl.int64) * stride_ot
+            store_rows(p_row, o_tile, here(stride_ot), left, V - first_v, BV)
+        else:
+            fence_async_shared()
+            block = viewed(o_tile, o_tile.dtype, [1, CHUNK, 1, BV], ROWS)
+            store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+    else:
+        fence_async_shared()
+        block = viewed(o_tile, o_tile.dtype, [1, CHUNK, 1, BV], ROWS)
+        store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+
+
+@gluon.jit
+def slot_of_stop(
+    p_stop_slots,
+    first_stop,
+    row,
+    M,
+    V: gl.constexpr,
+    HAS_STOP_SLOTS: gl.constexpr,
+    LAST_SKIPPED: gl.constexpr,
+):
+    """The slot of checkpoint ``row`` of a sequence, and the columns of it that are stored: none of
+    a slot that is skipped."""
+    stop_end = gl.to_tensor(V)
+    slot = first_stop + row
+    if HAS_STOP_SLOTS:
+        slot = gl.load(p_stop_slots + row, mask=row < M, other=LAST_SKIPPED).to(gl.int64)
+        stop_end = gl.where(slot > LAST_SKIPPED, V, 0)
+    return slot, stop_end
+
+
+@gluon.jit
 def narrow_scores(P, exponents, stage, steep):
     """P' of a narrow chunk, from P [64, 64] of a 16-bit dtype; of another chunk P itself."""
     if steep < 0:
@@ -168,7 +218,6 @@ def state_role(
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     o_t = gl.arange(0, CHUNK, TOKEN)
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, PRODUCT))
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
@@ -302,29 +351,16 @@ def state_role(
             x = warpgroup_mma_wait(1, deps=[o])
             o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
             row = first_row + i * CHUNK
-            if IS_VARLEN:
-                if left < CHUNK:
-                    p_row = p_o + row.to(gl.int64) * stride_ot
-                    store_rows(p_row, o_tile, here(stride_ot), left, V - first_v, BV)
-                else:
-                    fence_async_shared()
-                    block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
-                    store_tile(o_desc, [i_b, row, i_hv, first_v], block)
-            else:
-                fence_async_shared()
-                block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
-                store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+            o_place = (i_b, row, i_hv, first_v)
+            store_output(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
         S = warpgroup_mma_wait(0, deps=[S])
         if HAS_STOPS:
             tokens += CHUNK
             if (left >= CHUNK) & (tokens % every == 0):
                 row = tokens // every - 1
-                stop_end = gl.to_tensor(V)
-                slot = first_stop + row
-                if HAS_STOP_SLOTS:
-                    slot = gl.load(p_stop_slots + row, mask=row < M, other=LAST_SKIPPED)
-                    slot = slot.to(gl.int64)
-                    stop_end = gl.where(slot > LAST_SKIPPED, V, 0)
+                slot, stop_end = slot_of_stop(
+                    p_stop_slots, first_stop, row, M, V, HAS_STOP_SLOTS, LAST_SKIPPED
+                )
                 nothing = here(stop_end * 0)
                 o_sv = o_v + nothing
                 o_sk = o_k + nothing

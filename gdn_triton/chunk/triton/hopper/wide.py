@@ -39,14 +39,14 @@ from gdn_triton.chunk.triton.hopper.names import (
     power,
     rounded,
     scalar_of,
-    store_tile,
     viewed,
 )
 from gdn_triton.chunk.triton.hopper.state import (
     decayed,
     narrow_scores,
     scores,
-    store_rows,
+    slot_of_stop,
+    store_output,
     zero_rows,
 )
 from gdn_triton.chunk.triton.hopper.triangles import (
@@ -151,7 +151,6 @@ def wide_state_role(
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     o_t = gl.arange(0, CHUNK, TOKEN)
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
@@ -215,7 +214,7 @@ def wide_state_role(
                 # Rows past the end belong to another sequence and may be NaN.
                 x = gl.where((o_t < left)[None, :], x, 0.0)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
-        # x was made of all of v.
+        # All of v is in x, so the loader may overwrite the tile of v.
         mbarrier.arrive(q_empty.index(t_stage), count=1)
         mbarrier.wait(t_full.index(t_stage), t_phase)
         t = t_s.index(t_stage)
@@ -237,30 +236,16 @@ def wide_state_role(
         o = warpgroup_mma_wait(1, deps=[o])
         tma.store_wait(0)
         o_tile.permute((1, 0)).store((o * r[None, :]).to(dtype))
-        row = first_row + i * CHUNK
-        if IS_VARLEN:
-            if left < CHUNK:
-                p_row = p_o + row.to(gl.int64) * stride_ot
-                store_rows(p_row, o_tile, here(stride_ot), left, V - first_v, BV)
-            else:
-                fence_async_shared()
-                block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
-                store_tile(o_desc, [i_b, row, i_hv, first_v], block)
-        else:
-            fence_async_shared()
-            block = viewed(o_tile, dtype, [1, CHUNK, 1, BV], ROWS)
-            store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+        o_place = (i_b, first_row + i * CHUNK, i_hv, first_v)
+        store_output(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
         S = warpgroup_mma_wait(0, deps=[S])
         if HAS_STOPS:
             tokens += CHUNK
             if (left >= CHUNK) & (tokens % every == 0):
                 row = tokens // every - 1
-                stop_end = gl.to_tensor(V)
-                slot = first_stop + row
-                if HAS_STOP_SLOTS:
-                    slot = gl.load(p_stop_slots + row, mask=row < M, other=LAST_SKIPPED)
-                    slot = slot.to(gl.int64)
-                    stop_end = gl.where(slot > LAST_SKIPPED, V, 0)
+                slot, stop_end = slot_of_stop(
+                    p_stop_slots, first_stop, row, M, V, HAS_STOP_SLOTS, LAST_SKIPPED
+                )
                 p_stop = p_stops + slot * stride_cn
                 store_columns(p_stop, S, end, first_v, stop_end, stride_cv, stride_ck, K)
         mbarrier.arrive(empty.index(stage), count=1)
@@ -313,8 +298,8 @@ def pairs_role(
         if i % 2 == NUMBER:
             left = n_rows - i * CHUNK
             base = stage * VECTORS
-            # The buffers are filled after the state has read the chunk before in them. This is
-            # waited for because these warps skip its phases of the full barriers.
+            # These warps skip the other warpgroup's phases of the full barriers, two of which look
+            # the same. They therefore first wait until the state has freed the buffers.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.wait(gates_full.index(stage), phase)
             mbarrier.wait(k_full.index(stage), phase)
