@@ -80,8 +80,8 @@ def hopper_walks_kernel(
     FOLLOWS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """LEADS: the kernel after this one may run at the same time; FOLLOWS: it may run at the same
-    time as the one before, and ends after it."""
+    """LEADS: the kernel after this one may run at the same time. FOLLOWS: this kernel may run at
+    the same time as the kernel before it, and ends after that kernel."""
     COLUMNS: gl.constexpr = STATES * BV
     BLOCKS: gl.constexpr = (V + COLUMNS - 1) // COLUMNS
     HAS_H0: gl.constexpr = h0 is not None
