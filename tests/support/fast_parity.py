@@ -23,6 +23,7 @@ import math
 import multiprocessing
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -420,9 +421,18 @@ def check_random(number: int, options: argparse.Namespace) -> str | None:
     return None
 
 
+NOT_RUN = "not run"
+
+
+def check_until(number: int, check: Callable[[int], str | None], end: float) -> str | None:
+    """The fault of a case that begins before the time `end`, or None; else NOT_RUN."""
+    return check(number) if time.time() < end else NOT_RUN
+
+
 def check_numbers(check: Callable[[int], str | None], options: argparse.Namespace) -> bool:
     """Whether one of the cases that `options` ask for has a fault, by `check`. Each fault is
-    printed, and the number of faults."""
+    printed, and the number of cases that ran, and of faults."""
+    check = partial(check_until, check=check, end=time.time() + options.seconds)
     numbers = range(options.seed, options.seed + options.count)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
@@ -433,14 +443,17 @@ def check_numbers(check: Callable[[int], str | None], options: argparse.Namespac
             fresh = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(options.workers, mp_context=fresh)
             found = stack.enter_context(pool).map(check, numbers, chunksize=10)
-        failed = []
-        for done, (number, wrong) in enumerate(zip(numbers, found, strict=True), 1):
+        failed, done = [], 0
+        for number, wrong in zip(numbers, found, strict=True):
+            if wrong == NOT_RUN:
+                continue
+            done += 1
             if wrong is not None:
                 failed.append(number)
                 print(wrong, flush=True)
             if done % 500 == 0:
                 print(f"{done} cases, {len(failed)} failed", flush=True)
-    print(f"{len(numbers)} cases, {len(failed)} failed {failed or ''}")
+    print(f"{done} cases of {len(numbers)}, {len(failed)} failed {failed or ''}")
     return bool(failed)
 
 
@@ -451,6 +464,9 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="this case alone")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which no case begins"
+    )
 
 
 def main() -> None:

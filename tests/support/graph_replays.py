@@ -229,8 +229,10 @@ def check_shape(
     device: str = "cuda",
     backend: str = "cuda",
     graph: type[Captured] = Captured,
+    seconds: float = math.inf,
 ) -> Result:
-    """Runs `count` replays of one graph, each after other offsets, and as many eager calls."""
+    """Runs `count` replays of one graph, each after other offsets, and as many eager calls. No
+    replay but the first begins after `seconds`."""
     rng, start = random.Random(f"{seed} {shape}"), time.perf_counter()
     offsets = [draw_offsets(rng, shape.N, shape.T, number) for number in range(count)]
     table = torch.tensor(offsets, dtype=torch.int32).to(device)
@@ -241,6 +243,11 @@ def check_shape(
         first = {name: x.clone() for name, x in call(table[0]).items()}
         flags = torch.zeros(count, len(first), dtype=torch.bool, device=device)
         for number in range(count):
+            if number and number % 16 == 0:
+                flags[number - 1].tolist()  # waits: else all calls are queued before the time ends
+                if time.perf_counter() - start > seconds:
+                    offsets = offsets[:number]
+                    break
             for x in captured.outputs.values():
                 x.fill_(math.nan)
             call.cu_seqlens.copy_(table[number])
@@ -252,7 +259,7 @@ def check_shape(
         changed = offsets[-1] == offsets[0] or bool(wrong(captured.outputs["o"], first["o"]))
     names = list(first)
     lines = []
-    for number, row in enumerate(flags.tolist()):
+    for number, row in enumerate(flags[: len(offsets)].tolist()):
         if any(row):
             which = ", ".join(name for name, bad in zip(names, row, strict=True) if bad)
             lengths = [b - a for a, b in itertools.pairwise(offsets[number])]
@@ -260,8 +267,8 @@ def check_shape(
     if not changed:
         lines.append(f"FAILED {shape.words}: o of the first and the last lengths are equal")
     took = time.perf_counter() - start
-    words = f"{shape.words}: {count} replays, {len(lines)} failed, {took:.1f} s"
-    return Result(words, count, lines)
+    words = f"{shape.words}: {len(offsets)} replays, {len(lines)} failed, {took:.1f} s"
+    return Result(words, len(offsets), lines)
 
 
 def divided(shapes: tuple[Shape, ...], count: int) -> list[int]:
@@ -274,8 +281,8 @@ def divided(shapes: tuple[Shape, ...], count: int) -> list[int]:
 # ----------------------------------------------------------------------------------------- script
 
 
-def check_job(job: tuple[Shape, int], seed: int, backend: str) -> Result:
-    result = check_shape(*job, seed, backend=backend)
+def check_job(job: tuple[Shape, int], seed: int, backend: str, seconds: float) -> Result:
+    result = check_shape(*job, seed, backend=backend, seconds=seconds)
     torch.cuda.empty_cache()  # of the graph's own memory
     return result
 
@@ -288,6 +295,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("cuda", "triton"), default="cuda")
     parser.add_argument("--only", type=int, help="the graph of this number alone")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which a graph has no more replays"
+    )
     options = parser.parse_args()
     jobs = [
         *zip(FORWARD, divided(FORWARD, options.count), strict=True),
@@ -298,7 +308,7 @@ def main() -> None:
         for number, job in enumerate(jobs)
         if job[1] and options.only in (None, number)
     ]
-    check = partial(check_job, seed=options.seed, backend=options.backend)
+    check = partial(check_job, seed=options.seed, backend=options.backend, seconds=options.seconds)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         results = map(check, [job for _, job in numbered])
