@@ -1,7 +1,7 @@
 """Times of a decode step from a pool of states, of FlashInfer and FLA, and of the memory's roof.
 
     python -m benchmarks.decode [--sequences 1 64 256] [--heads 16/32 16/64] [--pools float32]
-        [--tokens 1 4] [--gates mild,model] [--peers flashinfer] [--jsonl FILE]
+        [--tokens 1 4] [--gates mild,model] [--peers flashinfer] [--jsonl FILE] [--turns FILE]
 
 Each row is one token a sequence, or several drafted ones, q, k and v in bf16, K = V = 128, with the
 L2 norm, the gate and the sigmoid in the kernel. The numbers are the microseconds of one call in a
@@ -17,19 +17,17 @@ window reads the state and writes records. Its time is the mean over a fold peri
 head is folded once. A replay repeats the positions of the replay before. Its o is therefore
 meaningless, but the work of a step depends on its position alone.
 
-FLA's `fused_recurrent_gated_delta_rule` has no pool: it writes as many bytes of final states to new
-memory, and keeps no state for each token. FlashInfer keeps its pools value-first. Its
-`gated_delta_rule_decode` takes key-first states without slots. Several tokens on bfloat16 states
-are calls of its `gated_delta_rule_decode_pretranspose`, and on float32 states of its
-`gated_delta_rule_mtp`. A peer that is not installed is named as such.
+`benchmarks/decode_calls.py` says what each peer takes. A peer that is not installed is named as
+such.
 """
 
 import argparse
+import contextlib
+import fcntl
 import gc
-import importlib
 import itertools
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +35,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.decode_calls import (
+    PEERS,
+    K,
+    Maker,
+    V,
+    WindowSteps,
+    exact,
+    make_step,
+    makers_of,
+    output,
+)
 from benchmarks.machine import commit, header
 from benchmarks.measure import (
     GATE,
@@ -52,10 +61,8 @@ from benchmarks.measure import (
 from benchmarks.peers import PEERS as IMPLEMENTATIONS
 from benchmarks.peers import Ours
 from benchmarks.report import append_record
-from benchmarks.shapes import Random, add_gates_option, gate_parameters, gates_of, labelled
-from gdn_triton import make_window, recurrent_step, reference, restart_window
+from benchmarks.shapes import add_gates_option, gates_of, labelled
 
-K = V = 128
 CALLS = 16  # of a graph, at least
 BEYOND_L2 = 300_000_000  # bytes
 LEGEND = (
@@ -63,239 +70,6 @@ LEGEND = (
     "the host\nfor a call. The roof is the faster of a copy and an in-place product of as many "
     "bytes as the states\nare, read and written."
 )
-
-
-class Step(NamedTuple):
-    """T tokens of N sequences; `slots` leads to every state once, in random order."""
-
-    q: Tensor  # [N, T, H, K]
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    b: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    slots: Tensor
-    states: Tensor  # [N, HV, K, V], float32
-
-
-def make_step(N: int, T: int, H: int, HV: int, gates: str, device: torch.device) -> Step:
-    make = partial(torch.randn, device=device)
-    q, k = (make(N, T, H, K).bfloat16() for _ in range(2))
-    v, a, b = make(N, T, HV, V).bfloat16(), make(N, T, HV).bfloat16(), make(N, T, HV).bfloat16()
-    A, dt_bias = gate_parameters(gates, HV, Random(0, device))
-    slots = torch.randperm(N, device=device).int()
-    return Step(q, k, v, a, b, A.log(), dt_bias, slots, make(N, HV, K, V))
-
-
-def exact(step: Step, heads: int) -> Tensor:
-    """o of the first `heads` sequences in float64: [heads, T, HV, V]."""
-    q, k, v, a, b = (x[:heads].double() for x in step[:5])
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    g = -step.A_log.double().exp() * torch.nn.functional.softplus(a + step.dt_bias.double())
-    state = step.states[step.slots[:heads].long()].double()
-    o, _ = reference.recurrent_gated_delta_rule(q, k, v, g, b.sigmoid(), initial_state=state)
-    return o
-
-
-SEVERAL_ONLY = "several tokens a call only"
-
-# An implementation: makes a call that returns o from a step and the pool's dtype, or returns a
-# sentence why it cannot.
-Maker = Callable[[Step, torch.dtype], Callable[[], Any] | str]
-
-
-def own_arguments(step: Step, v_first: bool) -> dict[str, Any]:
-    """The arguments of `recurrent_step` except the states. One token has no dimension of tokens."""
-    q, k, v, a, b = step[:5] if step.q.shape[1] > 1 else (x[:, 0] for x in step[:5])
-    return {
-        "mixed_qkv": torch.cat([x.flatten(-2) for x in (q, k, v)], -1),
-        "a": a,
-        "b": b,
-        "A_log": step.A_log,
-        "dt_bias": step.dt_bias,
-        "use_qk_l2norm_in_kernel": True,
-        "state_v_first": v_first,
-    }
-
-
-def own_pool(states: Tensor, dtype: torch.dtype, v_first: bool) -> Tensor:
-    x = states.mT if v_first else states
-    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def ours(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
-    if dtype == torch.int8:
-        return "a pool of int8 needs a window"
-    N, T = step.q.shape[:2]
-    rest = own_arguments(step, v_first)
-    if T == 1:
-        return partial(recurrent_step, own_pool(step.states, dtype, v_first), step.slots, **rest)
-    # All T tokens of the previous call were accepted; slot (n, T - 1) has the state.
-    states = step.states.new_zeros(N, T, *step.states.shape[1:])
-    states[:, -1] = step.states[step.slots.long()]
-    pool = own_pool(states.flatten(0, 1), dtype, v_first)
-    slots = torch.arange(N * T, device=pool.device, dtype=torch.int32).view(N, T)
-    accepted = torch.full_like(slots[:, 0], T)
-    return partial(recurrent_step, pool, slots, num_accepted_tokens=accepted, **rest)
-
-
-def ours_last(step: Step, dtype: torch.dtype, v_first: bool) -> Callable[[], Any] | str:
-    if step.q.shape[1] == 1:
-        return SEVERAL_ONLY
-    if dtype == torch.int8:
-        return "a pool of int8 needs a window"
-    pool = own_pool(step.states, dtype, v_first)
-    return partial(recurrent_step, pool, step.slots, **own_arguments(step, v_first))
-
-
-class WindowSteps:
-    """A call is the next step of a fold period; half of the drafted tokens are accepted."""
-
-    def __init__(self, step: Step, dtype: torch.dtype, v_first: bool) -> None:
-        N, T, H = step.q.shape[:3]
-        HV, device = step.v.shape[2], step.q.device
-        packed = dtype == torch.int8
-        window = make_window(N, H, HV, K, V, device=device, max_tokens=T, with_scales=packed)
-        base = torch.randint(100, 1000, (N,), device=device, dtype=torch.int32)
-        restart_window(window, step.slots, base)
-        moved = 1 if T == 1 else T // 2
-        self.period = window.k.shape[1] + 1 - 2 * T
-        self.positions = [base + moved * i for i in range(self.period)]
-        self.made = 0
-        pool, rest = own_pool(step.states, dtype, v_first), own_arguments(step, v_first)
-        if packed:
-            states = own_pool(step.states, torch.float32, v_first)
-            every = torch.arange(N, device=device)
-            window.pack(pool, every, states, state_v_first=v_first)
-        self.step = partial(recurrent_step, pool, step.slots, window=window, **rest)
-
-    def __call__(self) -> Tensor:
-        positions = self.positions[self.made % self.period]
-        self.made += 1
-        return self.step(positions=positions)
-
-
-def flashinfer_pool(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
-    if step.q.shape[1] > 1:
-        return "one token a call only"
-    if dtype == torch.int8:
-        return "takes float states only"
-    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode_pretranspose
-    return partial(
-        run,
-        *step[:3],
-        None,
-        step.A_log,
-        step.a,
-        step.dt_bias,
-        step.b,
-        use_qk_l2norm=True,
-        initial_state=own_pool(step.states, dtype, v_first=True),
-        initial_state_indices=step.slots,
-    )
-
-
-def flashinfer_states(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
-    if step.q.shape[1] > 1:
-        return "one token a call only"
-    if dtype != torch.float32:
-        return "takes float32 states only"
-    run = importlib.import_module("flashinfer.gdn_decode").gated_delta_rule_decode
-    return partial(
-        run,
-        *step[:3],
-        step.states[step.slots.long()].clone(),
-        step.A_log,
-        step.a,
-        step.dt_bias,
-        step.b,
-        use_qk_l2norm=True,
-    )
-
-
-def flashinfer_drafts(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
-    N, T = step.q.shape[:2]
-    if T == 1:
-        return SEVERAL_ONLY
-    if dtype == torch.int8:
-        return "takes float states only"
-    if dtype == torch.bfloat16:
-        pool = own_pool(step.states, dtype, v_first=True)
-        kept = pool.new_empty(N, T, *pool.shape[1:])
-        options = {"intermediate_states_buffer": kept, "disable_state_update": True}
-        return flashinfer_tokens(step, pool, **options)
-    pool = step.states.new_empty(N + N * T, *step.states.mT.shape[1:])
-    pool[:N] = step.states.mT
-    kept = torch.arange(N, N + N * T, device=pool.device, dtype=torch.int32).view(N, T)
-    return flashinfer_tokens(step, pool, ssm_state_indices=kept, disable_state_update=False)
-
-
-def flashinfer_last(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
-    if step.q.shape[1] == 1:
-        return SEVERAL_ONLY
-    if dtype == torch.int8:
-        return "takes float states only"
-    pool = own_pool(step.states, dtype, v_first=True)
-    return flashinfer_tokens(step, pool, disable_state_update=False)
-
-
-def flashinfer_tokens(step: Step, pool: Tensor, **options: Any) -> Callable[[], Any]:
-    """Several tokens on a value-first pool."""
-    module = importlib.import_module("flashinfer.gdn_decode")
-    gates = {"A_log": step.A_log, "a": step.a, "dt_bias": step.dt_bias, "b": step.b}
-    states = {"initial_state": pool, "initial_state_indices": step.slots}
-    common = {**gates, **states, **options, "use_qk_l2norm": True}
-    if pool.dtype == torch.bfloat16:
-        return partial(module.gated_delta_rule_decode_pretranspose, *step[:3], state=None, **common)
-    return partial(module.gated_delta_rule_mtp, *step[:3], **common)
-
-
-def fla(step: Step, dtype: torch.dtype) -> Callable[[], Any] | str:
-    if dtype != torch.float32:
-        return "returns float32 states only"
-    run = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
-    return partial(
-        run,
-        *step[:4],
-        beta=step.b,
-        initial_state=step.states[step.slots.long()].clone(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        A_log=step.A_log,
-        dt_bias=step.dt_bias,
-        use_beta_sigmoid_in_kernel=True,
-    )
-
-
-MAKERS: dict[str, Maker] = {
-    "gdn_triton, key-first": partial(ours, v_first=False),
-    "gdn_triton, value-first": partial(ours, v_first=True),
-    "gdn_triton, key-first, last state": partial(ours_last, v_first=False),
-    "gdn_triton, value-first, last state": partial(ours_last, v_first=True),
-    "gdn_triton, key-first, with a window": partial(WindowSteps, v_first=False),
-    "gdn_triton, value-first, with a window": partial(WindowSteps, v_first=True),
-    "FlashInfer, pool, value-first": flashinfer_pool,
-    "FlashInfer, states, key-first": flashinfer_states,
-    "FlashInfer, a state a token, value-first": flashinfer_drafts,
-    "FlashInfer, last state, value-first": flashinfer_last,
-    "FLA, states": fla,
-}
-# Of several tokens these write the last state alone. Drafts that may be rejected need all states.
-LAST_STATE = ("last state", "FLA")
-PEERS = ("flashinfer", "fla")
-
-
-def keeps_last_state(name: str, tokens: int) -> bool:
-    """Whether an implementation writes only the last of the states of several tokens."""
-    return tokens > 1 and any(word in name for word in LAST_STATE)
-
-
-def output(result: Any, shape: Sequence[int]) -> Tensor:
-    """o of any implementation as [N, *shape]."""
-    o: Tensor = result[0] if isinstance(result, tuple) else result
-    return o.reshape(-1, *shape)
 
 
 class Replays(NamedTuple):
@@ -323,17 +97,23 @@ def roof_time(nbytes: int, device: Device, *, copies: int, rounds: int) -> float
     return min(medians(ways, device, rounds).values())
 
 
+@contextlib.contextmanager
+def taking_turns(path: Path | None) -> Iterator[None]:
+    """The GPU to this process alone among those that have the same file."""
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+        torch.cuda.synchronize()
+
+
 def medians(replays: Mapping[str, Replays], device: Device, rounds: int) -> dict[str, float]:
     """Microseconds of a call of each."""
     alone = {name: x.replay for name, x in replays.items()}
     times = replay_times(alone, device, rounds, flush=False)
     return {name: statistics.median(x) / replays[name].calls for name, x in times.items()}
-
-
-def makers_of(peers: Sequence[str]) -> dict[str, Maker]:
-    """Our implementations and those of the peers, by the first word of their names."""
-    wanted = {"gdn_triton", *peers}
-    return {name: maker for name, maker in MAKERS.items() if name.split(",")[0].lower() in wanted}
 
 
 def measure(
@@ -347,17 +127,19 @@ def measure(
     *,
     makers: Mapping[str, Maker],
     rounds: int,
+    turns: Path | None,
 ) -> Any:
-    step = make_step(N, T, H, HV, gates, device.torch)
-    checked = min(N, 8)
-    expected = exact(step, checked)
     nbytes = N * HV * K * V * dtype.itemsize
     copies = max(1, min(24, BEYOND_L2 // nbytes))
-    roof = roof_time(nbytes, device, copies=copies, rounds=rounds)
+    with taking_turns(turns):
+        step = make_step(N, T, H, HV, gates, device.torch)
+        expected = exact(step, min(N, 8))
+        roof = roof_time(nbytes, device, copies=copies, rounds=rounds)
     rows: dict[str, dict[str, Any]] = {}
     for name, maker in makers.items():
+        make = partial(maker, step, dtype)
         rows[name], why = measure_one(
-            partial(maker, step, dtype), expected, device, copies=copies, rounds=rounds
+            make, expected, device, copies=copies, rounds=rounds, turns=turns
         )
         if why is not None:
             rows[name] = {"skipped": why}
@@ -381,17 +163,34 @@ def measure_one(
     *,
     copies: int,
     rounds: int,
+    turns: Path | None,
 ) -> tuple[dict[str, Any], str | None]:
     """The numbers of an implementation, or the reason why it has none. Only its pools exist at that
     time, because those of all implementations would not fit."""
-    call, why = attempt(device, make)
+    with taking_turns(turns):
+        call, why = attempt(device, make)
     if why is None and isinstance(call, str):
         why = call
     if why is not None:
         return {}, why
-    result, why = attempt(device, call)
+    result, why = attempt(device, call)  # compiles, while another process has its turn
     if why is not None:
         return {}, why
+    with taking_turns(turns):
+        return timed(call, make, result, expected, device, copies=copies, rounds=rounds)
+
+
+def timed(
+    call: Callable[[], Any],
+    make: Callable[[], Any],
+    result: Any,
+    expected: Tensor,
+    device: Device,
+    *,
+    copies: int,
+    rounds: int,
+) -> tuple[dict[str, Any], str | None]:
+    """The error and the times of a call, of which `make` makes more."""
     o = output(result, expected.shape[1:])[: expected.shape[0]]
     row: dict[str, Any] = {"error": relative(o, expected)}
     if not row["error"] < GATE:
@@ -441,6 +240,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE",
+        help="processes with the same file use the GPU in turns, and compile at the same time",
+    )  # fmt: skip
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()
     device = cuda_device("a decode step is timed on")
@@ -460,7 +263,10 @@ def main() -> None:
     for T, heads, N, pool, gates in rows:
         H, HV = map(int, heads.split("/"))
         dtype = getattr(torch, pool)
-        record = measure(N, T, H, HV, dtype, gates, device, makers=makers, rounds=options.rounds)
+        record = measure(
+            N, T, H, HV, dtype, gates, device,
+            makers=makers, rounds=options.rounds, turns=options.turns,
+        )  # fmt: skip
         print(tables([record], makers).splitlines()[-1], flush=True)
         records.append(record)
         for name, row in record["results"].items():

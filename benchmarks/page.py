@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import decode, layer, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
-from benchmarks.decode import keeps_last_state
+from benchmarks.decode_calls import keeps_last_state
 from benchmarks.peers import PEERS
 from benchmarks.records import (
     DEFAULT,
