@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 from packaging.version import Version
-from target_code import stale_uniform_registers
+from target_code import local_memory_around, stale_uniform_registers
 
 from gdn_triton.chunk.triton.hopper.support import RELEASES
 
@@ -37,30 +37,48 @@ def test_code_for_hopper() -> None:
     assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
 
 
+# The loop of a role in the loop of a block's warps, which wait for work. A wait that repeats does
+# so after the end of the code, and jumps back.
 LOOP = """
 .L_x_1:
-        /*0000*/                   LDL R2, [R1] ;
+        /*0000*/                   STL [R1], R2 ;
 .L_x_2:
-        /*0010*/                   LDL R2, [R1+0x4] ;
-        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, R36, gdesc[UR4], R24 ;
-        /*0030*/                   STL [R1+0x4], R2 ;
-        /*0040*/              @!P0 BRA `(.L_x_2) ;
-        /*0050*/                   LDL R2, [R1] ;
-        /*0060*/              @!P1 BRA `(.L_x_1) ;
+        /*0010*/                   LDL R2, [R1] ;
+        /*0018*/                   LDL R3, [R1+0x4] ;
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3 ;
+        /*0030*/              @!P0 BRA `(.L_x_4) ;
+.L_x_3:
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, R36, gdesc[UR4], R24 ;
+        /*0050*/                   STL [R1+0x4], R2 ;
+        /*0060*/                   LDL.LU R2, [R1+0x4] ;
+        /*0070*/              @!P0 BRA `(.L_x_2) ;
+        /*0080*/                   LDL R2, [R1] ;
+        /*0090*/              @!P1 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+.L_x_4:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3 ;
+        /*00c0*/              @!P0 BRA `(.L_x_4) ;
+        /*00d0*/                   BRA `(.L_x_3) ;
 """
 
 
 def test_local_memory_is_found() -> None:
-    """In the inner of two loops."""
-    command = [
-        sys.executable,
-        "-c",
-        f"import gluon_code; print(gluon_code.local_memory_of_state({LOOP!r}))",
-    ]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])])
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2"]
+    """In the inner loop, before the wait as after it, and in no loop that a wait seems to make."""
+    assert local_memory_around(LOOP, "HGMMA.64x128") == 4
+
+
+def test_the_most_local_memory_is_found() -> None:
+    """Of two roles with the same product."""
+    other = LOOP.replace("L_x_", "L_x_1").replace("LDL R2, [R1] ;", "NOP ;", 1)
+    for sass in (LOOP + other, other + LOOP):
+        assert local_memory_around(sass, "HGMMA.64x128") == 4
+    assert local_memory_around(other, "HGMMA.64x128") == 3
+
+
+def test_a_product_in_no_loop_is_an_error() -> None:
+    for sass in ("", LOOP.replace("@!P0 BRA `(.L_x_2)", "NOP").replace("@!P1 BRA", "NOP")):
+        with pytest.raises(AssertionError, match="HGMMA"):
+            local_memory_around(sass, "HGMMA.64x128")
 
 
 STALE = """

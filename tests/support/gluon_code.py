@@ -31,6 +31,7 @@ from target_calls import BF16, Shape, make_call
 from target_code import (
     compile_only,
     disassembled,
+    local_memory_around,
     stack_and_registers,
     stale_uniform_registers,
     unwritten_uniform_registers,
@@ -42,14 +43,17 @@ if TYPE_CHECKING:
 
 FP16 = torch.float16
 TARGET = GPUTarget("cuda", 90, 32)
+# The product that updates a state of 64 columns and 128 channels, which no other loop has.
+UPDATE = "HGMMA.64x128"
 SHARED_MEMORY = 227 * 1024
 # By whether sequences are packed: bytes of spilled registers, which are mostly addresses of the
-# triangles' warps, and accesses to them in the loop of the state warps, which are mostly addresses
-# for P' of every second chunk.
+# triangles' warps, and accesses to them in the loop of the state warps. Padded whole sequences have
+# addresses for P' of every second chunk; the others have the places in the rings of buffers, too.
 STACK = {False: 160, True: 288}
 IN_LOOP = {False: 8, True: 24}
+IN_LOOP_OF_SEGMENTS = 24
 # The same with a pool: most are in the branch that stores a checkpoint.
-IN_LOOP_WITH_POOL = 40
+IN_LOOP_WITH_POOL = 44
 # The limits of the kernel of the gradients: bytes of stack, which are mostly addresses of the warps
 # of dk, and instructions of 16 bytes, because the loops of all roles share the instruction
 # cache.
@@ -105,7 +109,7 @@ WALKS = [
     walk_case("least", T=128, K=64, V=64),
 ]
 STACK_OF_WALKS = 128
-IN_LOOP_OF_WALKS = {False: 2, True: 8}
+IN_LOOP_OF_WALKS = {False: 4, True: 32}
 
 
 def advisories(ptx: str) -> list[str]:
@@ -118,32 +122,6 @@ def advisories(ptx: str) -> list[str]:
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source, "-o", f"{folder}/cubin"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.findall(r"\(C75\d\d\).*", done.stdout + done.stderr)
-
-
-def local_memory_of_state(sass: str, *, with_waits: bool = True) -> int:
-    """Reads and writes of local memory in the loop of the state warps, which is the innermost one
-    around a product with 128 columns. with_waits: a wait before this product that repeats, which it
-    does after the end of the code, is a loop, too; the reads and writes from that wait on count."""
-    labels: dict[str, int] = {}
-    branches: list[tuple[int, str]] = []
-    local: list[int] = []
-    product, repeats = None, False
-    for at, line in enumerate(sass.splitlines()):
-        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = at
-        elif branch and (with_waits or not repeats):
-            branches.append((at, branch[1]))
-        elif re.search(r"\b(LDL|STL)\b", line):
-            local.append(at)
-        elif "HGMMA.64x128" in line:
-            product = at
-        # A wait ends with a conditional branch and, after the end of the code, with a jump back.
-        repeats = bool(branch) and "@" in line
-    assert product is not None, "no update of a state of 128 channels"
-    loops = [(labels[x], at) for at, x in branches if labels[x] < product < at]
-    first, last = max(loops)
-    return sum(first < at < last for at in local)
 
 
 def pool_of(call: Call, problem: "Problem") -> "Pool":
@@ -187,6 +165,12 @@ def compiled(call: Call) -> list[Any]:
     ):
         launch.hopper_fwd(problem, readable_inputs(x), pool)
     return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
+
+
+def in_loop_allowed(call: Call) -> int:
+    if call.pool:
+        return IN_LOOP_WITH_POOL
+    return IN_LOOP_OF_SEGMENTS if call.segments else IN_LOOP[call.shape.full]
 
 
 GRADIENTS = [
@@ -245,7 +229,7 @@ def judge_walks() -> list[str]:
         for kernel, blocks in compiled_walks(case):
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
-            local = local_memory_of_state(sass) if case.K > 64 else 0
+            local = local_memory_around(sass, UPDATE) if case.K > 64 else 0
             line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
             print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
             found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
@@ -267,8 +251,7 @@ def main() -> int:
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared = kernel.metadata.shared
             sass = disassembled(kernel.asm["cubin"])
-            wide = call.shape.K > 128
-            local = local_memory_of_state(sass, with_waits=not wide) if call.shape.K > 64 else 0
+            local = local_memory_around(sass, UPDATE) if call.shape.K > 64 else 0
             form = "pool" if call.pool else f"segments {call.segments}"
             line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
             print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)
@@ -278,7 +261,7 @@ def main() -> int:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
             if stack > STACK[call.shape.full]:
                 found.append(f"{stack} bytes of stack, {STACK[call.shape.full]} allowed")
-            if local > (IN_LOOP_WITH_POOL if call.pool else IN_LOOP[call.shape.full]):
+            if local > in_loop_allowed(call):
                 found.append(f"{local} accesses to the stack in the state's loop")
             if "wgmma.mma_async" not in kernel.asm["ptx"]:
                 found.append("no wgmma")

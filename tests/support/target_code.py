@@ -188,6 +188,7 @@ class _Flow:
         return False
 
     def loop(self, header: int, end: int) -> set[int]:
+        """The instructions of a loop: those from which its last one is reached, from its first."""
         before: dict[int, list[int]] = {}
         for at, after in enumerate(self.next):
             for n in after:
@@ -200,6 +201,22 @@ class _Flow:
                 inside.update(new)
                 todo += new
         return inside
+
+
+def local_memory_around(sass: str, product: str) -> int:
+    """Reads and writes of local memory in the innermost loop around a matrix product of a Hopper
+    kernel. Where several loops have products of this name, as those of roles have, the most."""
+    flow = _Flow(sass)
+    loops = [flow.loop(*ends) for ends in flow.back]
+    products = [at for at, (_, name, _, _) in enumerate(flow.code) if name.startswith(product)]
+    assert products, f"no {product}"
+    most = 0
+    for at in products:
+        around = [inside for inside in loops if at in inside]
+        assert around, f"{product} at {flow.code[at][0]} is in no loop"
+        local = (re.match(r"(LDL|STL)\b", flow.code[n][1]) for n in min(around, key=len))
+        most = max(most, sum(map(bool, local)))
+    return most
 
 
 def stale_uniform_registers(sass: str) -> list[str]:
