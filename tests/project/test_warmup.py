@@ -19,11 +19,12 @@ from gdn_triton import (
     recurrent_step,
     warmup,
 )
+from gdn_triton.chunk.triton.hopper.support import _release_refusal
 
 COUNT = """
 import sys
 from compilations import asked, watch
-watch()
+watch(gluon="gluon" in sys.argv)
 import torch
 from gdn_triton import (
     chunk_gated_delta_rule, chunk_prefill, fused_recurrent_gated_delta_rule, recurrent_step, warmup
@@ -113,6 +114,17 @@ def test_requests_compile_nothing(what: str) -> None:
     assert run_watched(COUNT, what, "1.25") == ["True", "True", "0", "True"]
 
 
+GLUON = ("hopper_fwd_kernel", "hopper_walks_kernel", "hopper_gradients_kernel")
+
+
+@pytest.mark.parametrize("what, kernels", [("prefill", GLUON[:1]), ("training", GLUON)])
+def test_requests_compile_nothing_in_gluon(what: str, kernels: tuple[str, ...]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    script = COUNT + "print(*(name in asked[:before] for name in sys.argv[4:]))"
+    answers = run_watched(script, what, "1.25", "gluon", *kernels)
+    assert answers == ["True", "True", "0", "True", *("True" for _ in kernels)]
+
+
 def test_sizes_further_apart_miss_variants() -> None:
     """The count sees what is missing."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -136,6 +148,8 @@ def test_requests_compile_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = {"max_tokens": 4096, "max_sequences": 64}
     calls = (chunk_prefill, recurrent_step, chunk_gated_delta_rule)
     warmup(H, HV, K, V, BF16, "cuda", calls=calls, backward=True, **sizes)
+    on_hopper = torch.cuda.get_device_capability() == (9, 0) and _release_refusal() is None
+    assert set(compiled) >= set(GLUON if on_hopper else GLUON[:0])
     assert compiled
     compiled.clear()
     generator = torch.Generator().manual_seed(0)
@@ -147,7 +161,9 @@ def test_requests_compile_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         cu_seqlens = cu_seqlens.to("cuda", torch.int32)
         q, k = torch.randn(2, 1, T, H, K, dtype=BF16, device="cuda")
         v = torch.randn(1, T, HV, V, dtype=BF16, device="cuda")
-        g, beta = -torch.rand(1, T, HV, device="cuda"), torch.rand(1, T, HV, device="cuda")
+        strength = 10.0 ** int(torch.randint(-2, 3, (), generator=generator))
+        g, beta = torch.rand(2, 1, T, HV, device="cuda")
+        g *= -strength
         rule = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         pool = torch.zeros(N, HV, K, V, device="cuda")
         slots = torch.arange(N, dtype=torch.int32, device="cuda")

@@ -16,7 +16,8 @@ TESTS = Path(__file__).resolve().parents[1]
 asked: list[str] = []  # the name of a kernel for every variant that would have been compiled
 
 
-def watch() -> None:
+def watch(*, gluon: bool = False) -> None:
+    """gluon: the Gluon kernels for compute capability 9.0 run where they would on an H200."""
     import torch
     from target_code import AbsentDevice
     from triton.backends.compiler import GPUTarget
@@ -24,6 +25,7 @@ def watch() -> None:
     from triton.runtime.jit import JITFunction
 
     from gdn_triton._host import backends
+    from gdn_triton.chunk.triton.hopper import support
     from gdn_triton.recurrent import backends as recurrent_backends
     from gdn_triton.recurrent import rings
 
@@ -44,6 +46,9 @@ def watch() -> None:
 
     for module in (backends, recurrent_backends, rings):
         module.triton_refusal = nothing  # type: ignore[attr-defined]
+    if gluon:
+        support._any_refusal = support.sizes_refusal
+        support._multiprocessors = lambda device: 132  # type: ignore[assignment]
 
     zeros = torch.zeros
 
