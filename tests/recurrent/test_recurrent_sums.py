@@ -22,9 +22,9 @@ from gdn_triton.recurrent.triton.sums import column_sums, products, sum_of_rows
 
 
 @triton.jit
-def products_kernel(q, k, out, K: tl.constexpr, WORDS: tl.constexpr):
+def products_kernel(q, k, out, K: tl.constexpr):
     i = tl.arange(0, K)
-    qq, kk, qk = products(tl.load(q + i), tl.load(k + i), WORDS)
+    qq, kk, qk = products(tl.load(q + i), tl.load(k + i))
     tl.store(out, qq)
     tl.store(out + 1, kk)
     tl.store(out + 2, qk)
@@ -57,16 +57,15 @@ def column_sums_kernel(
 _BF16_MARK = pytest.mark.gpu("bf16 is not used in Triton's interpreter")
 
 
-def products_of(q: Tensor, k: Tensor, words: bool) -> Tensor:
+def products_of(q: Tensor, k: Tensor) -> Tensor:
     out = torch.empty(3, device=q.device)
-    products_kernel[(1,)](q, k, out, q.numel(), words, num_warps=1, **UNFUSED)
+    products_kernel[(1,)](q, k, out, q.numel(), num_warps=1, **UNFUSED)
     return out
 
 
-@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("K", [16, 256])
 @pytest.mark.parametrize("kind", ["normal", "one large", "largest", "opposite", "tiny", "zero"])
-def test_products(kind: str, K: int, words: bool, device: str) -> None:
+def test_products(kind: str, K: int, device: str) -> None:
     """Against float64, and the same bits in any order of K. "largest": elements as large as fixed
     point holds them, whose sum must not leave its integers."""
     q, k = torch.randn(2, K)
@@ -80,7 +79,7 @@ def test_products(kind: str, K: int, words: bool, device: str) -> None:
     elif kind == "zero":
         k = torch.zeros(K)
     q, k = q.to(device), k.to(device)
-    found = products_of(q, k, words)
+    found = products_of(q, k)
     a, b = q.double(), k.double()
     qq, kk = (a * a).sum(), (b * b).sum()
     exact = torch.stack([qq, kk, (a * b).sum()])
@@ -91,7 +90,7 @@ def test_products(kind: str, K: int, words: bool, device: str) -> None:
     lost = K * 2.0**-42 * torch.stack([top_q**2, top_k**2, top_q * top_k])
     assert ((found.double() - exact).abs() <= rounding + lost).all()
     order = torch.randperm(K).to(device)
-    assert same_bits(products_of(q[order], k[order], words), found)
+    assert same_bits(products_of(q[order], k[order]), found)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -152,7 +151,6 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
         assert 2**form.fold < BR or BK == form.rows * 2**form.fold
         assert form.fold == 0 or itemsize == 2 or not v_first
         common = recurrent_form(K, V, v_first, itemsize)
-        assert form.words == common.words and form.fast == common.fast
         if v_first:
             assert warps == 1 and form.rows == 1 and form.fold == common.fold
             # A thread holds the rows of its load.
@@ -178,7 +176,7 @@ def test_sequences_have_one_tile_of_rows() -> None:
 
 def test_forms_of_the_common_head() -> None:
     """Those that were the fastest."""
-    narrow = {"fold": 3, "ordered": True, "words": True, "fast": True}
+    narrow = {"fold": 3, "ordered": True}
     for state_bytes, tile, parts in (
         (0, Tile(128, 4, 1, 1), 1),
         (2**23, Tile(128, 16, 1, 1), 1),
@@ -201,10 +199,10 @@ def test_forms_of_the_common_head() -> None:
         (2**25, Tile(128, 64, 4, 1), 1, 4),
     ):
         form = recurrent_form(128, 128, False, 4, state_bytes=state_bytes)
-        assert form == RecurrentForm(tile, 1, rows, fold, words=True, fast=True)
+        assert form == RecurrentForm(tile, 1, rows, fold)
     for state_bytes, BV in ((0, 4), (2**23, 16)):
         form = recurrent_form(128, 128, True, 4, state_bytes=state_bytes)
-        assert form == RecurrentForm(Tile(128, BV, 1, 1), words=True, fast=True)
+        assert form == RecurrentForm(Tile(128, BV, 1, 1))
 
 
 @pytest.mark.parametrize("tokens", ["one", "several", "packed"])

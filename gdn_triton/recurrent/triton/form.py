@@ -25,8 +25,6 @@ class RecurrentForm(NamedTuple):
     fold: a thread adds 2^fold rows of a tile with fused multiply-adds.
     ordered: barriers order the loads of a token before the wait for the slot, and the loads of the
     state before the wait for the token. Without barriers ptxas moves the loads after the waits.
-    words: the sums of q q, k k and q k are computed in words of 32 bits.
-    fast: quotients and roots are off by up to two units in the last place of float32.
     """
 
     tile: Tile
@@ -34,8 +32,6 @@ class RecurrentForm(NamedTuple):
     rows: int = 1
     fold: int = 0
     ordered: bool = False
-    words: bool = False
-    fast: bool = False
 
 
 # The number of 2-byte elements that a thread loads at once.
@@ -69,9 +65,7 @@ def recurrent_form(
 
     A value-first row [K] is held by one warp, which computes its sums alone. Measured
     (docs/tried.md): many float32 states reach the bandwidth of memory without the other options,
-    and 16-bit states need them. Value-first, `words` and `fast` shorten the step of a few float32
-    states.
-    """
+    and 16-bit states need them."""
     BK = padded(K, 256)
     if not state_v_first:
         return _key_first_form(BK, V, itemsize, is_step, one_token, state_bytes)
@@ -83,7 +77,7 @@ def recurrent_form(
         elif not one_token:
             of_thread = STATE_OF_A_THREAD // 2
         tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1)
-        return RecurrentForm(tile=tile, words=True, fast=True)
+        return RecurrentForm(tile=tile)
     BV, parts, registers = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None
     if not one_token:
         parts = 1 if state_bytes < FEWEST_STATES else 2
@@ -98,8 +92,6 @@ def recurrent_form(
         parts=min(parts, triton.cdiv(V, BV)),
         fold=_log2(min(VECTOR, BK // 2)),
         ordered=True,
-        words=True,
-        fast=True,
     )
 
 
@@ -134,7 +126,7 @@ def _key_first_form(
     elif is_step and not narrow and state_bytes < 2 * FEW_STATES and 2 * few_columns < BV:
         tile, rows = Tile(BK, 2 * few_columns, 2, 1), BK // shared
     fold = _log2(BK // shared // rows)
-    return RecurrentForm(tile=tile, rows=rows, fold=fold, ordered=narrow, words=True, fast=True)
+    return RecurrentForm(tile=tile, rows=rows, fold=fold, ordered=narrow)
 
 
 def _log2(n: int) -> int:

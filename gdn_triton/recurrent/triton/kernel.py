@@ -47,22 +47,17 @@ def load_rows(p, stride, o_r, end, ROWS: tl.constexpr):
 
 
 @triton.jit
-def strength(b_beta, FACTOR: tl.constexpr, FAST: tl.constexpr):
-    """Returns FACTOR times the sigmoid of b_beta in fp32, or b_beta itself if FACTOR is 0. FAST:
-    see `RecurrentForm`."""
+def strength(b_beta, FACTOR: tl.constexpr):
+    """Returns FACTOR times the sigmoid of b_beta in fp32, or b_beta itself if FACTOR is 0."""
     b_beta = b_beta.to(tl.float32)
-    if FACTOR != 0:
-        b_beta = sigmoid(b_beta, FACTOR) if FAST else tl.div_rn(FACTOR, 1 + tl.exp(-b_beta))
-    return b_beta
+    return sigmoid(b_beta, FACTOR) if FACTOR != 0 else b_beta
 
 
 @triton.jit
-def normalizer(square, scale, EPS: tl.constexpr, FAST: tl.constexpr):
-    """Returns scale over the norm of a vector whose sum of squares is given. FAST: see
-    `RecurrentForm`."""
-    if FAST:
-        return scale * tl.rsqrt(square + EPS)
-    return tl.div_rn(scale, tl.sqrt_rn(square + EPS))
+def normalizer(square, scale, EPS: tl.constexpr):
+    """Returns scale over the norm of a vector whose sum of squares is given, off by up to two units
+    in the last place."""
+    return scale * tl.rsqrt(square + EPS)
 
 
 @triton.jit
@@ -193,14 +188,12 @@ def recurrent_fwd_kernel(
     ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     ORDERED: tl.constexpr,
-    WORDS: tl.constexpr,
-    FAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """BETA_FACTOR: beta is this factor times the sigmoid of the given beta; 0: beta is the given
     one. The strides inside a state are constants, so that an address is a base plus an offset that
-    the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED, WORDS, FAST: see
-    `RecurrentForm`. DEPENDENT: see `dependent_launch`."""
+    the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED: see `RecurrentForm`.
+    DEPENDENT: see `dependent_launch`."""
     # Only float32 states have decays of rows, and their form has one tile of rows.
     tl.static_assert(ROWS == 1 or gk is None)
     pid = tl.program_id(0).to(tl.int64)
@@ -348,10 +341,10 @@ def recurrent_fwd_kernel(
 
         # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
         of_q, of_k = scale, 1.0
-        qq, kk, qk = products(b_q, b_k, WORDS)
+        qq, kk, qk = products(b_q, b_k)
         if USE_QK_L2NORM:
-            of_q = normalizer(qq, scale, EPS, FAST)
-            of_k = normalizer(kk, 1.0, EPS, FAST)
+            of_q = normalizer(qq, scale, EPS)
+            of_k = normalizer(kk, 1.0, EPS)
         qk *= of_q
         decay = 1.0
         if g is not None:
@@ -374,7 +367,7 @@ def recurrent_fwd_kernel(
                 next_beta = load_columns(p_beta, stride_bv, o_v, end_v, BV, PARTS)
             else:
                 next_beta = tl.load(p_beta, mask=more, other=0)
-                b_beta = strength(token_beta, BETA_FACTOR, FAST)
+                b_beta = strength(token_beta, BETA_FACTOR)
         if EVERY_TOKEN:
             if num_accepted_tokens is not None:
                 slot = tl.load(p_slot, mask=i_t < COLUMNS, other=LAST_SKIPPED).to(tl.int64)
@@ -397,7 +390,7 @@ def recurrent_fwd_kernel(
             b_v = (token_v[part].to(tl.float32) - stored) * of_k
             if beta is not None:
                 if BETA_PER_VALUE:
-                    b_beta = strength(token_beta[part], BETA_FACTOR, FAST)
+                    b_beta = strength(token_beta[part], BETA_FACTOR)
                 b_v *= b_beta
             b_o = tl.fma(b_v, qk, b_o).to(o.dtype.element_ty)
             tl.store(p_o + part * BV * stride_ov, b_o, mask=in_v)

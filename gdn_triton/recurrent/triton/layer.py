@@ -6,7 +6,13 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import sigmoid
 from gdn_triton._triton.taps import earlier, keep
-from gdn_triton.recurrent.triton.sums import fixed_point, power_of_two
+from gdn_triton.recurrent.triton.sums import power_of_two
+
+
+@triton.jit
+def fixed_point(x):
+    """Returns x, at most 4, as an integer in units of 2^-44."""
+    return (x * 17592186044416.0).to(tl.int64)
 
 
 @triton.jit

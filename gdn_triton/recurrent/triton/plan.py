@@ -95,8 +95,6 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         ROWS=form.rows,
         FOLD=form.fold,
         ORDERED=form.ordered,
-        WORDS=form.words,
-        FAST=form.fast,
         **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
         **form.tile.options,

@@ -14,12 +14,6 @@ def power_of_two(x):
 
 
 @triton.jit
-def fixed_point(x):
-    """Returns x, at most 4, as an integer in units of 2^-44."""
-    return (x * 17592186044416.0).to(tl.int64)
-
-
-@triton.jit
 def largest(x):
     """Returns the largest magnitude of x, as a maximum of bits: for floats that are not negative,
     the larger float has the larger bits as an integer."""
@@ -37,27 +31,17 @@ def sum_of_words(x):
 
 
 @triton.jit
-def products(b_q, b_k, WORDS: tl.constexpr):
+def products(b_q, b_k):
     """Returns the sums of q q, k k and q k, in fixed point relative to the largest magnitudes of q
     and of k. Integer addition is associative, and a maximum does not depend on the order. Therefore
     the same q and k give the same bits in every register layout, which differs between compiled
-    variants. WORDS: sum words of 32 bits, which the lanes of a warp add in one instruction."""
-    if WORDS:
-        top_q, top_k = tl.split(largest(tl.join(b_q, b_k)))
-    else:
-        top_q, top_k = tl.split(tl.max(tl.join(tl.abs(b_q), tl.abs(b_k)), 0))
+    variants. The lanes of a warp add integers of 32 bits in one instruction."""
+    top_q, top_k = tl.split(largest(tl.join(b_q, b_k)))
     unit_q, inverse_q = power_of_two(top_q)
     unit_k, inverse_k = power_of_two(top_k)
     b_q, b_k = b_q * inverse_q, b_k * inverse_k
-    if WORDS:
-        qq, kk = tl.split(sum_of_words(tl.join(b_q * b_q, b_k * b_k)))
-        qk = sum_of_words(b_q * b_k)
-    else:
-        both = fixed_point(b_q * b_k)
-        squares = tl.join(fixed_point(b_q * b_q), fixed_point(b_k * b_k))
-        squares, both = tl.split(tl.sum(tl.join(squares, tl.join(both, both)), 0))
-        qq, kk = tl.split(squares.to(tl.float32) * 5.684341886080802e-14)
-        qk, _ = tl.split(both.to(tl.float32) * 5.684341886080802e-14)
+    qq, kk = tl.split(sum_of_words(tl.join(b_q * b_q, b_k * b_k)))
+    qk = sum_of_words(b_q * b_k)
     return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
 
 

@@ -287,7 +287,7 @@ def window_fwd_kernel(
     if parents is not None:
         p_parents = parents + i_b * stride_ab + row * stride_at
         path = path_bits(p_parents, stride_at, tl.where(with_token, y_t, -1), BT)
-    b_beta = strength(b_beta, BETA_FACTOR, True)
+    b_beta = strength(b_beta, BETA_FACTOR)
     if A_log is not None:
         b_g = tl.where(in_t, log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD), 0.0)
         # The compiler would compute an activation once for each layout in which it is used, but

@@ -186,7 +186,7 @@ def factors_of(
     """Returns (beta, g, of_q, of_k, qk) of one token: beta and the log decay after their
     activations, the factors of q and k, and the product of k and the scaled q. q_pieces, k_pieces:
     float32. A_log: None if b_g is the log decay already."""
-    b_beta = strength(b_beta, BETA_FACTOR, True)
+    b_beta = strength(b_beta, BETA_FACTOR)
     b_g = b_g.to(tl.float32)
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)

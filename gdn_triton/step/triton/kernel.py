@@ -50,15 +50,14 @@ def layer_step_kernel(
     stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
     stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    PREFETCH: tl.constexpr, FOLD: tl.constexpr, WORDS: tl.constexpr, FAST: tl.constexpr,
-    STATE_V_FIRST: tl.constexpr,
+    PREFETCH: tl.constexpr, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr,
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """conv_weight None: x has been convolved. norm_weight None: y is o. A value head has PARTS
     tiles of BV columns. TILES is the power of two that holds the tiles of a key head. PREFETCH:
-    load a tile while the tile before is used. FOLD, WORDS, FAST: see `RecurrentForm`."""
+    load a tile while the tile before is used. FOLD: see `RecurrentForm`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
@@ -127,14 +126,14 @@ def layer_step_kernel(
 
     # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
     of_q, of_k = scale, 1.0
-    qq, kk, qk = products(b_q, b_k, WORDS)
+    qq, kk, qk = products(b_q, b_k)
     if USE_QK_L2NORM:
-        of_q = normalizer(qq, scale, EPS, FAST)
-        of_k = normalizer(kk, 1.0, EPS, FAST)
+        of_q = normalizer(qq, scale, EPS)
+        of_k = normalizer(kk, 1.0, EPS)
     qk *= of_q
     b_y = tl.zeros([BV, TILES], dtype=y.dtype.element_ty)
     decays = decay_of(log_decay(b_g, b_A, tl.exp(b_A), THRESHOLD), RCP_LN2)
-    betas = strength(b_beta, BETA_FACTOR, FAST)
+    betas = strength(b_beta, BETA_FACTOR)
     for t in range(0, GROUP * PARTS):
         end_v = V - t % PARTS * BV
         p = p_state + tl.cast(stride_hh, tl.int64) * (t // PARTS) + t % PARTS * BV * stride_hv
@@ -180,8 +179,6 @@ class LayerForm(NamedTuple):
     tiles: int
     prefetch: bool
     fold: int
-    words: bool
-    fast: bool
 
 
 # The warps of a program in a batch whose programs all run at once, and in a larger batch.
@@ -218,8 +215,6 @@ def layer_form(p: LayerProblem) -> LayerForm:
         tiles=triton.next_power_of_2(p.HV // p.H * parts),
         prefetch=narrow or not p.state_v_first or programs >= LEAST_TO_PREFETCH,
         fold=form.fold,
-        words=form.words,
-        fast=form.fast,
     )
 
 
@@ -283,8 +278,6 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
         TILES=form.tiles,
         PREFETCH=form.prefetch,
         FOLD=form.fold,
-        WORDS=form.words,
-        FAST=form.fast,
         STATE_V_FIRST=p.state_v_first,
         RCP_LN2=RCP_LN2,
         EPS=L2NORM_EPS,

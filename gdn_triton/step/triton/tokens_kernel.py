@@ -55,7 +55,7 @@ def sums_of_words(x):
 
 @triton.jit
 def products_of_rows(b_q, b_k):
-    """Does the same as `products`, with WORDS, for each row of b_q and b_k [BT, BK]. The sums are
+    """Does the same as `products` for each row of b_q and b_k [BT, BK]. The sums are
     sums of integers, so the register layout changes no bit."""
     unit_q, inverse_q = power_of_two(largest_of_rows(b_q))
     unit_k, inverse_k = power_of_two(largest_of_rows(b_k))
@@ -75,7 +75,7 @@ def layer_tokens_kernel(
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, FOLD: tl.constexpr, FAST: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    V_BLOCK: tl.constexpr, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr,
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
@@ -85,8 +85,8 @@ def layer_tokens_kernel(
     [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. S: the
     columns of slots, with num_accepted_tokens; otherwise 0. write_slots [N, T] with or without
     parents [N, T]: every token is a node of a tree, and no read slot is written, except that of a
-    state by its first node. FOLD, FAST: see `RecurrentForm`, whose
-    `words` is True. DEPENDENT: see `dependent_launch`."""
+    state by its first node. FOLD: see `RecurrentForm`. DEPENDENT: see
+    `dependent_launch`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -192,8 +192,8 @@ def layer_tokens_kernel(
     of_q, of_k = tl.zeros([BT], dtype=tl.float32) + scale, tl.full([BT], 1.0, tl.float32)
     qq, kk, qk = products_of_rows(b_q.to(tl.float32), b_k.to(tl.float32))
     if USE_QK_L2NORM:
-        of_q = normalizer(qq, scale, EPS, FAST)
-        of_k = normalizer(kk, 1.0, EPS, FAST)
+        of_q = normalizer(qq, scale, EPS)
+        of_k = normalizer(kk, 1.0, EPS)
     b_g = b_g.to(tl.float32)
     if dt_bias is not None:
         b_g += bias
@@ -202,7 +202,7 @@ def layer_tokens_kernel(
     tl.store(p_factor + o_t * 8, of_q * decays)
     tl.store(p_factor + o_t * 8 + 1, of_k * decays)
     tl.store(p_factor + o_t * 8 + 2, of_k)
-    tl.store(p_factor + o_t * 8 + 3, strength(b_beta, BETA_FACTOR, FAST))
+    tl.store(p_factor + o_t * 8 + 3, strength(b_beta, BETA_FACTOR))
     tl.store(p_factor + o_t * 8 + 4, qk * of_q)
     tl.store(p_factor + o_t * 8 + 5, decays)
     # Wait here, because other threads of the program load what one thread has written, and because

@@ -29,7 +29,6 @@ class TokensForm(NamedTuple):
     BV: int
     warps: int
     fold: int
-    fast: bool
 
 
 # The most warps of a program.
@@ -44,7 +43,7 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
     form = recurrent_form(p.K, p.V, True, p.state_dtype.itemsize)
     BV = form.tile.BV
     warps = min(warps, max(1, triton.next_power_of_2(p.V) // BV))
-    return TokensForm(form.tile.BK, BV * warps, warps, form.fold, form.fast)
+    return TokensForm(form.tile.BK, BV * warps, warps, form.fold)
 
 
 # The largest number of programs in one launch, by the bytes of an element of the states. Measured
@@ -121,7 +120,6 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         BV=form.BV,
         BT=triton.next_power_of_2(p.T),
         FOLD=form.fold,
-        FAST=form.fast,
         STATE_V_FIRST=p.state_v_first,
         RCP_LN2=RCP_LN2,
         EPS=L2NORM_EPS,
