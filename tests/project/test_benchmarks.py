@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import backward, conv, host, prefill, run, stranger
+from benchmarks import backward, conv, first_calls, host, prefill, run, stranger
 from benchmarks.measure import TOLERANCES, Device, Replay, equal_share
 from benchmarks.peers import PEERS, OursTriton, Peer
 from benchmarks.shapes import (
@@ -213,7 +213,33 @@ def test_dry_run_of_host_times(
         host.main(["--dry-run", "--calls", "0"])
 
 
-@pytest.mark.parametrize("module", [conv, host, prefill])
+def test_dry_run_of_first_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here the reference runs, for which Triton compiles nothing."""
+    jsonl = ["--jsonl", str(tmp_path / "results.jsonl")]
+    first_calls.main(["--dry-run", "--select", "packed|recurrent", *jsonl])
+    records = read(tmp_path)
+    assert [r["call"] for r in records] == [
+        "forward, packed 8 x 1024",
+        "recurrent_step, 64 sequences",
+    ]
+    for record in records:
+        assert record["empty cache, s"] > 0 and record["filled cache, s"] > 0
+        assert (record["kernels"], record["compiled later"]) == (0, 0)
+    assert "| recurrent_step, 64 sequences | " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        first_calls.main(["--dry-run", "--select", "nothing"])
+
+
+@pytest.mark.parametrize("name", first_calls.CALLS)
+def test_later_calls_have_other_sizes(name: str) -> None:
+    """They run, too."""
+    device = Device(torch.device("cpu"))
+    first, *others = first_calls.CALLS[name]
+    assert first not in others and len(others) > 1
+    first_calls.make_call(name, others[-1], device, strength=5.0)()
+
+
+@pytest.mark.parametrize("module", [conv, first_calls, host, prefill])
 def test_times_need_a_gpu(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="a CUDA GPU"):
