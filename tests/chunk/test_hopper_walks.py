@@ -36,6 +36,7 @@ from hopper_cases import (
 
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.triton.hopper.support import walks_refusal
+from gdn_triton.chunk.triton.hopper.walks.segments import choose_segment
 
 SIZES = {"B": 4, "T": 320, "H": 16, "HV": 32, "K": 128, "V": 128, "N": 4}
 COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
@@ -56,10 +57,12 @@ COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
         ({"K": 256}, "K is 256"),
         ({"V": 100}, "V is 100"),
         ({"T": 0}, "empty"),
-        ({"is_varlen": True}, "would run 32 states at once"),
-        ({"is_varlen": True, "longest": (512, 0, 0)}, None),
-        ({"is_varlen": True, "longest": (1200, 0, 0)}, "would run 34 states at once"),
-        ({"is_varlen": True, "N": 8}, None),
+        ({"is_varlen": True}, None),
+        ({"is_varlen": True, "H": 4, "HV": 8}, "would run 8 states at once"),
+        ({"is_varlen": True, "H": 4, "HV": 8, "longest": (512, 0, 0)}, None),
+        ({"is_varlen": True, "H": 4, "HV": 8, "longest": (1200, 0, 0)}, "run 9 states at once"),
+        ({"is_varlen": True, "H": 4, "HV": 8, "N": 8}, None),
+        ({"is_varlen": True, "H": 8, "HV": 16, "N": 1, "B": 1}, None),
         ({"device": torch.device("cpu")}, "NVIDIA GPU"),
         ({"N": 1, "B": 1, "H": 8, "HV": 16}, None),
         ({"N": 1, "B": 1, "H": 4, "HV": 8}, "would run 8 states at once"),
@@ -69,6 +72,31 @@ COMMON = problem(**SIZES, output_final_state=False, needs_grad=True)
 def test_refusals(change: dict[str, Any], words: str | None) -> None:
     refusal = walks_refusal(replace(COMMON, **change))
     assert refusal is None if words is None else re.search(words, str(refusal))
+
+
+LONG = problem(**{**SIZES, "B": 1, "N": 1, "T": 32768, "H": 4, "HV": 8}, needs_grad=True)
+
+
+@pytest.mark.usefixtures("on_a_hopper")
+@pytest.mark.parametrize(
+    ("change", "is_cut"),
+    [
+        ({}, True),
+        ({"is_varlen": True, "longest": (32768, 0, 0)}, True),
+        ({"is_varlen": True, "N": 5, "longest": (30000, 1000, 1000)}, True),
+        ({"T": 1024}, False),
+        ({"B": 4, "N": 4, "T": 8192, "H": 16, "HV": 32}, False),
+        ({"batch_invariant": True}, False),
+    ],
+)
+def test_cuts(change: dict[str, Any], is_cut: bool) -> None:
+    """A call in segments runs these walks, however few states it has."""
+    p = replace(LONG, **change)
+    segment = choose_segment(132, p)
+    assert (segment > 0) == is_cut
+    if is_cut:
+        assert walks_refusal(p) is None
+        assert 16 <= segment < p.T // 64
 
 
 @pytest.mark.usefixtures("on_a_hopper")
@@ -133,6 +161,41 @@ def test_gates(case: Case, strength: str) -> None:
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
     check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+
+
+@pytest.fixture(params=[(1, 1), (2, 2), (3, 2)])
+def in_segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts each call: the chunks of a segment, and the states of a block."""
+    from gdn_triton.chunk.triton.hopper.walks import launch
+
+    segment, states = request.param
+    shape = launch.TWO if states == 2 else launch.ONE
+    plan = launch.Plan(shape, shape, segment=segment)
+    monkeypatch.setattr(launch, "choose_plan", lambda _: plan)
+
+
+@hopper
+@pytest.mark.usefixtures("walks", "in_segments")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", cases([TAIL, PACKED, SMALL_PACKED, SEVERAL]))
+def test_segments(case: Case, options: Options) -> None:
+    check(case, BF16, "cuda", options)
+
+
+@hopper
+@pytest.mark.usefixtures("walks", "in_segments")
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("case", cases([PACKED, WIDE]))
+def test_gates_in_segments(case: Case, strength: str) -> None:
+    x = make_inputs(case, BF16, "cuda")
+    x = x.but(g=STRENGTHS[strength](x.g))
+    check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+
+
+@hopper
+@pytest.mark.usefixtures("walks", "in_segments")
+def test_same_bits_in_segments() -> None:
+    test_same_bits()
 
 
 @hopper

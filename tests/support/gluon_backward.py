@@ -12,14 +12,14 @@ import argparse
 import re
 import time
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import torch
 from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounded_gradients
 from emulator.gluon import emulated
 from gluon_emulated import gluon_case, problem_of
+from gluon_walks import WRITES as WALKS_WRITES
+from gluon_walks import folded, table_of
 from helpers import BF16, Case, assert_within_budget
 from narrow import Arithmetic
 from torch import Tensor
@@ -29,33 +29,14 @@ from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.walks import launch as walks
-from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks, max_chunks
 from gdn_triton.constants import L2NORM_EPS
 
 WRITES = {
-    "hopper_walks_kernel": ("dx", "dh0", "dx_desc", "dh_desc", "u", "u_desc", "h_desc"),
+    **WALKS_WRITES,
     "hopper_gradients_kernel": ("dq", "dk", "shares", "across"),
 }
 # Few multiprocessors, so that a program of the gradients has several chunks.
 GPU = tiles.Gpu("cuda", 90, 3)
-
-
-def table_of(B: int, T: int, size: int, cu_seqlens: Tensor | None, *skipped: Any) -> ChunkTable:
-    """As ``make_chunks``, of sequences of which none is skipped."""
-    assert skipped in ((), (None, -1))
-    if cu_seqlens is None:
-        return make_chunks(B, T, size)
-    offsets = cu_seqlens.tolist()
-    rows: list[tuple[int, int]] = []
-    firsts = [0]
-    for first, end in pairwise(offsets):
-        rows += [(row, min(end - row, size)) for row in range(first, end, size)]
-        firsts.append(len(rows))
-    rows += [(row, -min(T - row, size)) for row in range(offsets[-1], T, size)]
-    NT = max_chunks(T, len(offsets) - 1, size)
-    rows += [(0, 0)] * (NT - len(rows))
-    tables = [torch.tensor(x, dtype=torch.int32) for x in (rows, firsts)]
-    return ChunkTable(size, NT, NT, cu_seqlens, *tables)
 
 
 def normalized(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,6 +60,8 @@ def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
         mock.patch.object(walks, "gpu_of", lambda _: GPU),
         mock.patch.object(gradients, "gpu_of", lambda _: GPU),
         mock.patch.object(backward, "make_chunks", table_of),
+        mock.patch.object(walks, "make_chunks", table_of),
+        mock.patch.object(walks, "fold_maps", folded),
         mock.patch.object(backward, "l2norm_with_factors", normalized),
         emulated(WRITES, seed=seed, races=True),
     ):
@@ -111,6 +94,11 @@ OF_ONE = walks.Plan(walks.ONE, walks.ONE)
 CALLS = {
     "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), OF_TWO),
     "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), OF_ONE),
+    "segments": (
+        gluon_case("segments", lengths=(200, 0, 70), HV=1),
+        Options(v_first=True),
+        OF_TWO._replace(segment=1),
+    ),
     "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), OF_TWO),
 }
 

@@ -38,6 +38,8 @@ from target_code import (
 )
 from triton.backends.compiler import GPUTarget
 
+from gdn_triton.chunk.triton.hopper.walks.launch import ONE, TWO, Plan
+
 if TYPE_CHECKING:
     from gdn_triton.chunk.problem import Pool, Problem
 
@@ -98,15 +100,18 @@ CALLS = [
 ]
 
 # The walks of the backward in blocks of two states or of one. Their spills are addresses of the
-# triangles' warps.
+# triangles' warps. By whether the sequences are packed or in segments: accesses in the loop.
 WALKS = [
-    walk_case("of two", T=128, B=4, H=16, HV=32),
-    walk_case("the same, packed", lengths=(70, 70, 70), H=16, HV=32),
-    walk_case("apart, of one", T=128, B=2, H=16, HV=32),
-    walk_case("of one", T=128),
-    walk_case("the same, packed", lengths=(70, 70)),
-    walk_case("small", lengths=(70, 70, 70), H=16, HV=32, K=96, V=72),
-    walk_case("least", T=128, K=64, V=64),
+    (walk_case("of two", T=128, H=16, HV=32), Plan(TWO, TWO, together=False)),
+    (walk_case("the same, packed", lengths=(70, 70), H=16, HV=32), Plan(TWO, TWO, together=False)),
+    (walk_case("apart, of one", T=128, H=16, HV=32), Plan(ONE, ONE, together=False)),
+    (walk_case("of one", T=128), Plan(ONE, ONE)),
+    (walk_case("the same, packed", lengths=(70, 70)), Plan(ONE, ONE)),
+    (walk_case("small", lengths=(70, 70), K=96, V=72), Plan(TWO, TWO, together=False)),
+    (walk_case("least", T=128, K=64, V=64), Plan(ONE, ONE)),
+    (walk_case("segments of two", T=200), Plan(TWO, TWO, segment=1)),
+    (walk_case("the same, packed", lengths=(200, 70)), Plan(TWO, TWO, segment=1)),
+    (walk_case("segments of one", T=200), Plan(ONE, ONE, segment=1)),
 ]
 STACK_OF_WALKS = 128
 IN_LOOP_OF_WALKS = {False: 4, True: 32}
@@ -216,17 +221,17 @@ def judge_gradients() -> list[str]:
     return wrong
 
 
-def compiled_walks(case: Case) -> list[tuple[Any, int]]:
-    """The kernels of a case, each with the number of its programs."""
+def compiled_walks(case: Case, plan: Plan) -> list[tuple[Any, int]]:
+    """The kernels in Gluon of a case, each with the number of its programs."""
     with compile_only(TARGET) as kernels:
-        walks_of(case, make_given(case, "mild", 0), chunk_table(case), v_first=False)
-    return [(x.kernel, x.grid[0]) for x in kernels]
+        walks_of(case, make_given(case, "mild", 0), chunk_table(case), plan, v_first=False)
+    return [(x.kernel, x.grid[0]) for x in kernels if x.name == "hopper_walks_kernel"]
 
 
 def judge_walks() -> list[str]:
     wrong = []
-    for case in WALKS:
-        for kernel, blocks in compiled_walks(case):
+    for case, plan in WALKS:
+        for kernel, blocks in compiled_walks(case, plan):
             stack, registers = stack_and_registers(kernel.asm["cubin"])
             shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
             local = local_memory_around(sass, UPDATE) if case.K > 64 else 0
@@ -238,7 +243,7 @@ def judge_walks() -> list[str]:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
             if stack > STACK_OF_WALKS:
                 found.append(f"{stack} bytes of stack, {STACK_OF_WALKS} allowed")
-            if local > IN_LOOP_OF_WALKS[case.packed]:
+            if local > IN_LOOP_OF_WALKS[case.packed or plan.segment > 0]:
                 found.append(f"{local} accesses to the stack in the state's loop")
             wrong += [f"walks, {case.name}: {text}" for text in found]
     return wrong

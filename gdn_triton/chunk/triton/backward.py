@@ -305,9 +305,9 @@ def gradients(
     so instead; gradients_on_hopper: the kernel for it makes the gradients of chunks."""
     if walks_on_hopper:
         # Releases of Triton that are not listed in hopper/support.py may lack names of Gluon.
-        from gdn_triton.chunk.triton.hopper.walks.launch import walks
+        from gdn_triton.chunk.triton.hopper.walks.launch import choose_plan, walks
 
-        walk = walks
+        walk = functools.partial(walks, plan=choose_plan(problem))
     with on_device(x.q.device):
         begun = begin(problem, x, do, on_hopper=walks_on_hopper, keep_factors=gradients_on_hopper)
         return finish(

@@ -155,7 +155,10 @@ def segment_starts_kernel(
     STORE_HT: tl.constexpr,
     LAST_SKIPPED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    BACK: tl.constexpr,
 ):
+    """BACK: fold from a sequence's last segment to its first, with M transposed, from the gradient
+    ``h0`` of the final state to the gradients ``offsets`` of the segments' ends."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = pid % V_BLOCKS, pid // V_BLOCKS
@@ -182,9 +185,15 @@ def segment_starts_kernel(
         in_h0 = state_mask(has_state, i_n, o_v, in_state, V)
         p_h0 = state_pointers(states, i_h0, i_hv, o_k, o_v)
         b_h = tl.load(p_h0, mask=in_h0, other=0).to(tl.float32)
+    step = tl.cast(HV, tl.int64)
     base = first * HV + i_hv
+    p_M = shifts + (o_k[:, None] * K + o_k[None, :])
+    if BACK:
+        base += (count - 1) * step
+        step = -step
+        p_M = shifts + (o_k[None, :] * K + o_k[:, None])
     p_b = offsets + base * (K * V) + (o_k[:, None] * V + o_v)
-    p_M = shifts + base * (K * K) + (o_k[:, None] * K + o_k[None, :])
+    p_M += base * (K * K)
     for i_s in range(0, count - 1):
         b_b = tl.load(p_b, mask=in_state, other=0)
         tl.store(p_b, b_h, mask=in_state)
@@ -192,8 +201,8 @@ def segment_starts_kernel(
             b_M = tl.load(p_M, mask=in_shift, other=0)
             b_b = tl.dot(b_M, b_h, b_b, input_precision=PRECISION)
         b_h = b_b
-        p_b += tl.cast(HV, tl.int64) * (K * V)
-        p_M += tl.cast(HV, tl.int64) * (K * K)
+        p_b += step * (K * V)
+        p_M += step * (K * K)
     if count > 0:
         tl.store(p_b, b_h, mask=in_state)
     elif STORE_HT:
@@ -252,6 +261,7 @@ def starts_launch(
     has_h0: bool,
     store_ht: bool,
     is_varlen: bool,
+    back: bool,
 ) -> Launch:
     return Launch(
         segment_starts_kernel,
@@ -267,6 +277,7 @@ def starts_launch(
         STORE_HT=store_ht,
         LAST_SKIPPED=last_skipped,
         IS_VARLEN=is_varlen,
+        BACK=back,
         **config.options,
     )
 
@@ -352,9 +363,11 @@ def fold_maps(
     N: int,
     state_v_first: bool,
     pool: Pool | None = None,
+    back: bool = False,
 ) -> None:
     """Replaces the b of each segment in ``offsets`` [segments.slots, HV, K, V] by the state that
-    the segment starts from. ``shifts`` [segments.slots, HV, K, K] are their M."""
+    the segment starts from. ``shifts`` [segments.slots, HV, K, K] are their M. back: of the walk
+    back, from the gradient of the final state, to that of the state after each segment."""
     HV, K, V = offsets.shape[1:]
     has_h0 = initial_state is not None
     tile = starts_config(gpu_of(offsets.device), K, V)
@@ -369,6 +382,7 @@ def fold_maps(
         has_h0,
         final_state is not None,
         segments.chunk_rows is not None,
+        back,
     )
     fold(
         (N * HV * -(-V // tile.BV), 1, 1),

@@ -11,6 +11,7 @@ from packaging.version import Version
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
+from gdn_triton.chunk.triton.hopper.walks.segments import FEWEST_WALKS, choose_segment
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -27,9 +28,6 @@ FEWEST_STATES: Final = 0.24
 COLUMNS: Final = 64
 FEWEST_PROGRAMS: Final = 0.3
 
-# The same for the walks of the backward: padded sequences, and packed ones.
-FEWEST_WALKS: Final = 0.12
-FEWEST_PACKED_WALKS: Final = 0.45
 # The longest packed sequence over the average, where the host does not know the lengths.
 ASSUMED_UNEVENNESS: Final = 4
 
@@ -86,13 +84,11 @@ def walks_refusal(problem: Problem) -> str | None:
         return "The walks for compute capability 9.0 take bfloat16."
     if refusal is not None or p.batch_invariant:
         return refusal
-    states, least = states_at_once(p), FEWEST_WALKS
-    if p.is_varlen:
-        least = FEWEST_PACKED_WALKS
-        if p.longest[0] == 0:
-            states /= ASSUMED_UNEVENNESS
+    states = states_at_once(p)
+    if p.is_varlen and p.N > 1 and p.longest[0] == 0:
+        states /= ASSUMED_UNEVENNESS
     multiprocessors = _multiprocessors(p.device)
-    if states < least * multiprocessors:
+    if states < FEWEST_WALKS * multiprocessors and choose_segment(multiprocessors, p) == 0:
         return (
             f"The walks for compute capability 9.0 would run {states:.0f} states at once, too few "
             f"on {multiprocessors} multiprocessors: the longest sequence bounds the call."

@@ -1,17 +1,20 @@
 """Launches the walks of the backward for compute capability 9.0."""
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import head_strides, named, state_strides
 from gdn_triton._triton.tiles import gpu_of
+from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.fused.segments import fold_maps
 from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper import launch as shapes
 from gdn_triton.chunk.triton.hopper.descriptors import (
+    CHUNK,
     COLUMNS,
     TileLaunch,
     row_tile,
@@ -19,37 +22,46 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     tma_readable,
 )
 from gdn_triton.chunk.triton.hopper.launch import ONE, Shape
+from gdn_triton.chunk.triton.hopper.segments import states_at_once
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
-from gdn_triton.chunk.triton.shared.chunks import ChunkTable
+from gdn_triton.chunk.triton.hopper.walks.segments import choose_segment
+from gdn_triton.chunk.triton.shared.chunks import ChunkTable, make_chunks
 
 # The walk back has more to hold in the registers of its states than the forward.
 TWO = shapes.TWO._replace(state_registers=192, triangles_registers=96)
 
 Walk = Literal["back", "forward"]
+# A launch walks whole sequences; or, of a call in segments, it makes their maps, walks them, or
+# walks whole sequences again.
+Part = Literal["whole", "maps", "segments", "again"]
 
 
 class Plan(NamedTuple):
-    """The forms of the blocks of both walks, and whether the walks run at the same time."""
+    """The forms of the blocks of both walks, and whether the walks run at the same time. segment:
+    the chunks of a segment, or 0 for whole sequences."""
 
     forward: Shape
     back: Shape
     together: bool = True
+    segment: int = 0
 
 
-def choose_plan(multiprocessors: int, states: int, V: int) -> Plan:
-    """Returns walks at the same time if all blocks of one state have a multiprocessor. If they take
-    more than half of them, blocks of two states are faster. No form changes a bit."""
-    blocks = 2 * states * -(-V // COLUMNS)
-    together = blocks <= multiprocessors
-    # With few states each block of one state has a multiprocessor of its own.
-    two = 2 * blocks > multiprocessors if together else 2 * states > multiprocessors
+def choose_plan(problem: Problem) -> Plan:
+    """Returns the plan of a call. Whole sequences are walked at the same time if all blocks of one
+    state have a multiprocessor on average. No form of the blocks changes a bit."""
+    multiprocessors, V = gpu_of(problem.device).multiprocessors, problem.V
+    segment = choose_segment(multiprocessors, problem)
+    states = states_at_once(problem)
+    together = segment > 0 or 2 * states * -(-V // COLUMNS) <= multiprocessors
+    two = segment > 0 or (not together and 2 * states > multiprocessors)
     shape = TWO if two and V > COLUMNS else ONE
-    return Plan(forward=shape, back=shape, together=together)
+    return Plan(forward=shape, back=shape, together=together, segment=segment)
 
 
 @functools.lru_cache(maxsize=256, typed=True)
 def walks_launch(
     walk: Walk,
+    part: Part,
     shape: Shape,
     H: int,
     HV: int,
@@ -102,6 +114,7 @@ def walks_launch(
         STORE_DV=store_dv,
         LEAST_BETA=LEAST_BETA,
         IS_BACK=walk == "back",
+        PART=part,
         IS_VARLEN=is_varlen,
         LEADS=leads,
         FOLLOWS=follows,
@@ -131,6 +144,7 @@ def walks(
     store_dh0: bool,
     state_v_first: bool,
     store_dv: bool = False,
+    plan: Plan,
 ) -> States:
     """Returns the results of ``state_bwd`` of gradients/state.py, for q, k, v and do in bfloat16.
     The walks compute A_inv, A_qk and own themselves and do not read these arguments. store_dv: the
@@ -144,10 +158,37 @@ def walks(
     q, k, v, do = (tma_readable(x) for x in (q, k, v, do))
     g_strides, beta_strides = head_strides(g_cumsum), head_strides(beta)
 
-    def launch(walk: Walk, shape: Shape, *, leads: bool = False, follows: bool = False) -> None:
-        programs = -(-V // (shape.states * COLUMNS)) * HV * N
+    segments = chunks
+    starts, ends, shifts, windows = None, None, None, None
+    marks: dict[Walk, torch.Tensor] = {}
+    if plan.segment > 0:
+        segments = make_chunks(B, T, plan.segment * CHUNK, chunks.cu_seqlens)
+        starts = torch.empty(segments.slots, HV, K, V, dtype=torch.float32, device=k.device)
+        ends = torch.empty_like(starts)
+        shifts = torch.empty(segments.slots, HV, K, K, dtype=torch.float32, device=k.device)
+        windows = torch.empty(segments.slots, HV, dtype=torch.int32, device=k.device)
+        sizes = (2, segments.slots, HV, -(-V // COLUMNS))
+        both = torch.empty(sizes, dtype=torch.int32, device=k.device)
+        marks = {"forward": both[0], "back": both[1]}
+
+    def launch(
+        walk: Walk,
+        part: Part,
+        shape: Shape,
+        h0: tuple[torch.Tensor | None, tuple[int, ...]],
+        dht: tuple[torch.Tensor | None, tuple[int, ...]],
+        dh0: tuple[torch.Tensor | None, tuple[int, ...]],
+        *,
+        leads: bool = False,
+        follows: bool = False,
+    ) -> None:
+        columns = shape.states * COLUMNS
+        blocks = -(-V // columns)
+        if part == "maps" and walk == "forward":
+            blocks += -(-K // columns)
         run = walks_launch(
             walk,
+            part,
             shape,
             k.shape[2],
             HV,
@@ -155,16 +196,16 @@ def walks(
             V,
             g_strides[1:],
             beta_strides[1:],
-            state_strides(initial_state, state_v_first),
-            state_strides(dht, state_v_first),
-            state_strides(dh0, state_v_first),
+            h0[1],
+            dht[1],
+            dh0[1],
             store_dv=store_dv,
             is_varlen=chunks.cu_seqlens is not None,
             leads=leads,
             follows=follows,
         )
         run(
-            (programs, 1, 1),
+            (blocks * HV * (N if part in ("whole", "again") else segments.slots), 1, 1),
             q_desc=q,
             k_desc=k,
             v_desc=v,
@@ -177,20 +218,43 @@ def walks(
             beta=beta,
             dx=dx,
             u=v_new,
-            h0=initial_state,
-            dht=dht,
-            dh0=dh0,
+            h0=h0[0],
+            dht=dht[0],
+            dh0=dh0[0],
+            starts=starts,
+            shifts=shifts,
+            windows=windows,
+            marks=marks.get(walk),
             cu_seqlens=chunks.cu_seqlens,
             chunk_offsets=chunks.chunk_offsets,
+            segment_rows=segments.chunk_rows,
+            segment_offsets=segments.chunk_offsets,
             scale=scale,
             T=T,
             N=N,
             NT=chunks.NT,
+            NS=segments.NT,
+            segment=segments.chunk_size,
             stride_gb=g_strides[0],
             stride_betab=beta_strides[0],
         )
 
-    plan = choose_plan(gpu_of(k.device).multiprocessors, N * HV, V)
-    launch("forward", plan.forward, leads=plan.together)
-    launch("back", plan.back, follows=plan.together)
+    given = initial_state, state_strides(initial_state, state_v_first)
+    of_dht = dht, state_strides(dht, state_v_first)
+    of_dh0 = dh0, state_strides(dh0, state_v_first)
+    part: Part = "whole"
+    if plan.segment > 0:
+        assert starts is not None and ends is not None and shifts is not None
+        strides = state_strides(starts, False)
+        launch("forward", "maps", plan.forward, given, of_dht, of_dh0, leads=True)
+        launch("back", "maps", plan.back, given, of_dht, (ends, strides), follows=True)
+        options: Any = {"N": N, "state_v_first": state_v_first}
+        fold_maps(starts, shifts, segments, initial_state, None, **options)
+        fold_maps(ends, shifts, segments, dht, dh0, **options, back=True)
+        states = (starts, strides), (ends, strides), of_dh0
+        launch("forward", "segments", plan.forward, *states, leads=plan.together)
+        launch("back", "segments", plan.back, *states, follows=plan.together)
+        part = "again"
+    launch("forward", part, plan.forward, given, of_dht, of_dh0, leads=plan.together)
+    launch("back", part, plan.back, given, of_dht, of_dh0, follows=plan.together)
     return States(h=h, v_new=v_new, dh=dh, dx=dx, dh0=dh0)

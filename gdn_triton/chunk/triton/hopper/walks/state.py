@@ -27,7 +27,7 @@ from gdn_triton.chunk.triton.hopper.names import (
     store_tile,
     viewed,
 )
-from gdn_triton.chunk.triton.hopper.state import store_rows
+from gdn_triton.chunk.triton.hopper.state import SAME_START, differ, store_rows
 from gdn_triton.chunk.triton.hopper.walks.gates import (
     FIRST_VECTOR,
     LAST,
@@ -75,6 +75,19 @@ def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
 
 
 @gluon.jit
+def check_end(state, check, o_v, o_k, first_v, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr):
+    """Stores whether the last state of a segment differs from the state that the next one begins
+    with, where the call says that it may."""
+    has_next, p_next, p_marks = check
+    differs = gl.to_tensor(0)
+    if has_next > 0:
+        inside = (o_v < V)[:, None] & (o_k < K)[None, :]
+        following = gl.load(p_next + (o_k[None, :] * V + o_v[:, None]), mask=inside, other=0)
+        differs = differ(state, following, SAME_START)
+    gl.store(p_marks + first_v // BV, differs, mask=first_v < V)
+
+
+@gluon.jit
 def back_role(
     memory,
     fulls,
@@ -82,6 +95,7 @@ def back_role(
     ends,
     strides,
     place,
+    check,
     walk,
     dtype: gl.constexpr,
     K: gl.constexpr,
@@ -95,12 +109,14 @@ def back_role(
     T_STAGES: gl.constexpr,
     HAS_DHT: gl.constexpr,
     STORE_DH0: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty = memory
     k_full, q_full, gates_full, t_full, p_full = fulls
     dx_desc, dh_desc = descs
-    p_dx, p_dht, p_dh0 = ends
+    p_dx, p_dht, p_dh0, end_out = ends
     stride_dxt, stride_dhtk, stride_dhtv, stride_dh0k, stride_dh0v = strides
     i_b, first_row, i_hv, first_v, first_slot = place
     n_chunks, n_rows, _ = walk
@@ -164,12 +180,13 @@ def back_role(
             fence_async_shared()
             mbarrier.arrive(p_full.index(t_stage), count=1)
         dhb = dh.to(dtype)
-        # At most the newest copy to memory, that of dx, still reads its tile.
-        tma.store_wait(1)
-        dh_tile.permute((1, 0)).store(dhb)
-        fence_async_shared()
-        dh_block = viewed(dh_tile, dtype, [1, 1, BK, BV], ROWS)
-        store_tile(dh_desc, [slot, i_hv, 0, first_v], dh_block)
+        if OUTPUT:
+            # At most the newest copy to memory, that of dx, still reads its tile.
+            tma.store_wait(1)
+            dh_tile.permute((1, 0)).store(dhb)
+            fence_async_shared()
+            dh_block = viewed(dh_tile, dtype, [1, 1, BK, BV], ROWS)
+            store_tile(dh_desc, [slot, i_hv, 0, first_v], dh_block)
         dho = gl.convert_layout(dhb, OPERAND, assert_trivial=True)
         x = warpgroup_mma(dho, k.permute((1, 0)), x, use_acc=False, is_async=True)
         last = scalar_of(numbers, LAST)
@@ -198,11 +215,12 @@ def back_role(
         x = warpgroup_mma_wait(0, deps=[x])
         written = gl.convert_layout((x * factor[None, :]).to(dtype), UPDATE, assert_trivial=True)
         dh = warpgroup_mma(written, k, dh, is_async=True)
-        factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
-        tma.store_wait(1)
-        dx_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
-        at = (i_b, row, i_hv, first_v)
-        store_values(dx_desc, at, (p_dx, stride_dxt), dx_tile, left, V - first_v, BV, IS_VARLEN)
+        if OUTPUT:
+            factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
+            tma.store_wait(1)
+            dx_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
+            at = (i_b, row, i_hv, first_v)
+            store_values(dx_desc, at, (p_dx, stride_dxt), dx_tile, left, V - first_v, BV, IS_VARLEN)
         dh = warpgroup_mma_wait(0, deps=[dh])
         mbarrier.arrive(empty.index(stage), count=1)
         row -= CHUNK
@@ -213,9 +231,11 @@ def back_role(
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
     if STORE_DH0:
-        stored = (o_v < V)[:, None] & (o_k < K)[None, :]
+        stored = (o_v < end_out)[:, None] & (o_k < K)[None, :]
         offsets = o_v[:, None] * stride_dh0v + o_k[None, :] * stride_dh0k
         gl.store(p_dh0 + offsets, dh, mask=stored)
+    if CHECKED:
+        check_end(dh, check, o_v, o_k, first_v, K, V, BV)
 
 
 @gluon.jit
@@ -226,6 +246,7 @@ def forward_role(
     ends,
     strides,
     place,
+    check,
     walk,
     dtype: gl.constexpr,
     K: gl.constexpr,
@@ -237,12 +258,14 @@ def forward_role(
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
     HAS_H0: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
     k_s, v_s, t_s, u_s, h_s, vectors, flags, empty = memory
     k_full, gates_full, t_full = fulls
     u_desc, h_desc = descs
-    p_u, p_h0 = ends
+    p_u, p_h0, p_map, stride_map, first_out, end_out, identity = ends
     stride_ut, stride_h0k, stride_h0v = strides
     i_b, first_row, i_hv, first_v, first_slot = place
     n_chunks, n_rows, _ = walk
@@ -263,6 +286,9 @@ def forward_role(
         inside = (o_v < V)[:, None] & (o_k < K)[None, :]
         offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
         h = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
+    o_out = first_out + NUMBER * BV + gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    if not OUTPUT:
+        h = gl.where((o_out[:, None] == o_k[None, :]) & (identity == 1), 1.0, h)
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
     u_tile = u_s.index(NUMBER)
     h_tile = h_s.index(NUMBER)
@@ -273,12 +299,13 @@ def forward_role(
     for i in range(n_chunks):
         base = stage * VECTORS
         hb = h.to(dtype)
-        # At most the newest copy to memory, that of v_new, still reads its tile.
-        tma.store_wait(1)
-        h_tile.permute((1, 0)).store(hb)
-        fence_async_shared()
-        h_block = viewed(h_tile, dtype, [1, 1, BK, BV], ROWS)
-        store_tile(h_desc, [first_slot + i, i_hv, 0, first_v], h_block)
+        if OUTPUT:
+            # At most the newest copy to memory, that of v_new, still reads its tile.
+            tma.store_wait(1)
+            h_tile.permute((1, 0)).store(hb)
+            fence_async_shared()
+            h_block = viewed(h_tile, dtype, [1, 1, BK, BV], ROWS)
+            store_tile(h_desc, [first_slot + i, i_hv, 0, first_v], h_block)
         mbarrier.wait(k_full.index(stage), phase)
         k = k_s.index(stage)
         ho = gl.convert_layout(hb, OPERAND, assert_trivial=True)
@@ -301,14 +328,20 @@ def forward_role(
         x = warpgroup_mma_wait(0, deps=[x])
         written = gl.convert_layout((x * factor[None, :]).to(dtype), UPDATE, assert_trivial=True)
         h = warpgroup_mma(written, k, h, is_async=True)
-        factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
-        tma.store_wait(1)
-        u_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
-        at = (i_b, first_row + i * CHUNK, i_hv, first_v)
-        left = n_rows - i * CHUNK
-        store_values(u_desc, at, (p_u, stride_ut), u_tile, left, V - first_v, BV, IS_VARLEN)
+        if OUTPUT:
+            factor = vectors.index(base + OUT_VECTOR).load(TOKEN)
+            tma.store_wait(1)
+            u_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
+            at = (i_b, first_row + i * CHUNK, i_hv, first_v)
+            left = n_rows - i * CHUNK
+            store_values(u_desc, at, (p_u, stride_ut), u_tile, left, V - first_v, BV, IS_VARLEN)
         h = warpgroup_mma_wait(0, deps=[h])
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
         t_stage, t_phase = advance(t_stage, t_phase, T_STAGES)
     tma.store_wait(0)
+    if not OUTPUT:
+        stored = (o_out < end_out)[:, None] & (o_k < K)[None, :]
+        gl.store(p_map + (o_k[None, :] * stride_map + o_out[:, None]), h, mask=stored)
+    if CHECKED:
+        check_end(h, check, o_v, o_k, first_v, K, V, BV)
