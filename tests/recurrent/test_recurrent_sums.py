@@ -151,7 +151,9 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
         assert 2**form.fold < BR or BK == form.rows * 2**form.fold
         assert form.fold == 0 or itemsize == 2 or not v_first
         common = recurrent_form(K, V, v_first, itemsize)
+        assert one_token or not form.compact
         if v_first:
+            assert form.groups == 1
             assert warps == 1 and form.rows == 1 and form.fold == common.fold
             # A thread holds the rows of its load.
             assert 2**form.fold <= 8
@@ -160,8 +162,12 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
         shared = BR // 2**form.fold
         assert shared == BK // common.rows // 2**common.fold
         assert shared * form.rows * 2**form.fold == BK
-        # Each of these sums lies in one thread, which loads four numbers at once, or eight.
+        # Each of these sums lies in one thread, which loads four numbers at once, or eight. The
+        # columns of a group lie in one warp.
         assert 32 * warps * (16 // itemsize) >= shared * BV or 128 == shared * BV
+        assert form.groups == 1 or (form.groups == warps and form.compact)
+        # A thread has one row of a tile.
+        assert form.fold == 0 or not form.compact
 
 
 def test_sequences_have_one_tile_of_rows() -> None:
@@ -176,30 +182,28 @@ def test_sequences_have_one_tile_of_rows() -> None:
 
 def test_forms_of_the_common_head() -> None:
     """Those that were the fastest."""
-    narrow = {"fold": 3, "ordered": True}
-    for state_bytes, tile, parts in (
-        (0, Tile(128, 4, 1, 1), 1),
-        (2**23, Tile(128, 16, 1, 1), 1),
-        (2**24, Tile(128, 8, 1, 1, 128), 4),
-        (2**28, Tile(128, 8, 1, 1), 1),
+    for state_bytes, tile, parts, compact in (
+        (0, Tile(128, 4, 1, 1), 1, False),
+        (2**23, Tile(128, 16, 1, 1), 1, False),
+        (2**24, Tile(128, 8, 1, 1, 128), 4, False),
+        (2**28, Tile(128, 32, 1, 1, 168), 1, True),
     ):
         form = recurrent_form(128, 128, True, 2, state_bytes=state_bytes)
-        assert form == RecurrentForm(tile, parts, 1, **narrow)
-    narrow.pop("fold")
-    for state_bytes, tile, rows, fold in (
-        (0, Tile(128, 16, 1, 1), 16, 0),
-        (2**22, Tile(128, 32, 1, 1), 4, 2),
-        (2**28, Tile(128, 32, 1, 1, 168), 4, 2),
+        assert form == RecurrentForm(tile, parts, 1, fold=3, ordered=True, compact=compact)
+    for state_bytes, tile, rows, fold, compact, groups in (
+        (0, Tile(128, 16, 1, 1), 16, 0, False, 1),
+        (2**22, Tile(128, 32, 1, 1), 4, 2, False, 1),
+        (2**24, Tile(128, 128, 4, 1), 16, 0, True, 4),
     ):
         form = recurrent_form(128, 128, False, 2, state_bytes=state_bytes)
-        assert form == RecurrentForm(tile, 1, rows, fold, **narrow)
-    for state_bytes, tile, rows, fold in (
-        (0, Tile(128, 16, 1, 1), 16, 0),
-        (2**24, Tile(128, 32, 2, 1), 16, 0),
-        (2**25, Tile(128, 64, 4, 1), 1, 4),
+        assert form == RecurrentForm(tile, 1, rows, fold, True, compact, groups)
+    for state_bytes, tile, rows, fold, compact in (
+        (0, Tile(128, 16, 1, 1), 16, 0, True),
+        (2**24, Tile(128, 32, 2, 1), 16, 0, False),
+        (2**25, Tile(128, 64, 4, 1), 1, 4, False),
     ):
         form = recurrent_form(128, 128, False, 4, state_bytes=state_bytes)
-        assert form == RecurrentForm(tile, 1, rows, fold)
+        assert form == RecurrentForm(tile, 1, rows, fold, compact=compact)
     for state_bytes, BV in ((0, 4), (2**23, 16)):
         form = recurrent_form(128, 128, True, 4, state_bytes=state_bytes)
         assert form == RecurrentForm(Tile(128, BV, 1, 1))

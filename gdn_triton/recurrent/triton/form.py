@@ -15,8 +15,8 @@ SHORT_OF_A_THREAD, SHORT_STATES = 16, 6 * 2**20
 
 
 class RecurrentForm(NamedTuple):
-    """The form of a program. `parts`, `ordered` and the registers of `tile` change no bit of the
-    result.
+    """The form of a program. `parts`, `ordered`, `compact`, `groups` and the registers of `tile`
+    change no bit of the result.
 
     parts: the number of blocks of `tile.BV` columns that a program owns. All blocks are loaded
     before the first is used, and are held in the states' dtype until they are used.
@@ -25,6 +25,11 @@ class RecurrentForm(NamedTuple):
     fold: a thread adds 2^fold rows of a tile with fused multiply-adds.
     ordered: barriers order the loads of a token before the wait for the slot, and the loads of the
     state before the wait for the token. Without barriers ptxas moves the loads after the waits.
+    compact: a program of one token takes fewer registers, because it holds its state in the states'
+    dtype until the state is written.
+    groups: the columns of a key-first tile are divided into `groups` groups, one for each warp. The
+    threads of a warp then add the sums of its columns alone. With one group the compiler divides
+    the rows too.
     """
 
     tile: Tile
@@ -32,12 +37,15 @@ class RecurrentForm(NamedTuple):
     rows: int = 1
     fold: int = 0
     ordered: bool = False
+    compact: bool = False
+    groups: int = 1
 
 
 # The number of 2-byte elements that a thread loads at once.
 VECTOR = 8
-# The rows of a key-first tile of 16-bit states.
-TILE_ROWS = 32
+# The rows of a key-first tile of 16-bit states, and the most warps of a program that reads whole
+# rows of such states.
+TILE_ROWS, MOST_GROUPS = 32, 4
 
 # States of more bytes than this do not fit in the cache, which evicts them before the next step
 # reads them.
@@ -78,7 +86,7 @@ def recurrent_form(
             of_thread = STATE_OF_A_THREAD // 2
         tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1)
         return RecurrentForm(tile=tile)
-    BV, parts, registers = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None
+    BV, parts, registers, compact = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None, False
     if not one_token:
         parts = 1 if state_bytes < FEWEST_STATES else 2
     elif short:
@@ -87,11 +95,15 @@ def recurrent_form(
         BV = padded(V, 2 * BV, least=1)
     elif state_bytes < STATES_BEYOND_CACHE:
         parts, registers = 4, 128
+    elif BK == 128:
+        # 0.91 to 0.96 of the time of a quarter of the columns, on an H200.
+        BV, registers, compact = padded(V, 4 * BV, least=1), 168, True
     return RecurrentForm(
         tile=Tile(BK, BV, 1, 1, registers),
         parts=min(parts, triton.cdiv(V, BV)),
         fold=_log2(min(VECTOR, BK // 2)),
         ordered=True,
+        compact=compact,
     )
 
 
@@ -101,32 +113,35 @@ def _key_first_form(
     """Returns the form of key-first states. A thread adds every n-th row of a column, where n is
     `shared`, the number of sums that threads then add. With few states one warp has all rows of a
     few columns, and with more float32 states two warps have twice these. Otherwise a program reads
-    rows of 256 bytes of a float32 state, and its warps share the sums, or rows of 64 bytes of a
-    16-bit state in one warp."""
-    narrow, registers = itemsize == 2, None
+    rows of 256 bytes. The warps of a float32 state share the sums. Each warp of many 16-bit states
+    has the sums of 64 bytes of a row, as the one warp of a program with fewer states."""
+    narrow = itemsize == 2
     if narrow:
         # One warp has registers for 128 rows. With two warps, 256 rows spilled in calls of several
         # tokens.
         BV, warps, rows = padded(V, 32), 1 if BK <= 128 else 4, max(1, BK // TILE_ROWS)
         few = state_bytes < FEWEST_STATES
-        # With many states a half more programs on a multiprocessor gain more than the spills of 32
-        # bytes cost: 230 to 209 microseconds on an H100. A quarter of these states lost 5 percent.
-        if one_token and BK == 128 and state_bytes > STATES_BEYOND_CACHE:
-            registers = 168
     else:
         BV, rows = padded(V, 64), 1
         warps = max(1, BK * BV // (32 * STATE_OF_A_THREAD))
         few = not one_token or state_bytes < FEW_STATES
     shared = min(BK, 32 * warps * 16 // itemsize // BV)
-    tile = Tile(BK, BV, warps, 1, registers)
+    tile, groups, compact = Tile(BK, BV, warps, 1), 1, False
     # A thread loads four numbers of a row. Sequences spilled with these tiles.
     few_columns = 128 // shared
     if is_step and few and few_columns < BV and shared <= 16:
-        tile, rows = Tile(BK, few_columns, 1, 1), BK // shared
+        tile, rows, compact = Tile(BK, few_columns, 1, 1), BK // shared, not narrow and one_token
     elif is_step and not narrow and state_bytes < 2 * FEW_STATES and 2 * few_columns < BV:
         tile, rows = Tile(BK, 2 * few_columns, 2, 1), BK // shared
+    elif narrow and one_token and BK == 128 and state_bytes >= FEW_STATES:
+        # One warp with a quarter of the columns took 1.12 to 1.16 times as long on an H200. Twice
+        # as many such programs at once took longer still, because a row of theirs has 64 bytes.
+        groups = min(MOST_GROUPS, triton.next_power_of_2(triton.cdiv(V, BV)))
+        tile, rows, compact = Tile(BK, groups * BV, groups, 1), BK // shared, True
     fold = _log2(BK // shared // rows)
-    return RecurrentForm(tile=tile, rows=rows, fold=fold, ordered=narrow)
+    return RecurrentForm(
+        tile=tile, rows=rows, fold=fold, ordered=narrow, compact=compact, groups=groups
+    )
 
 
 def _log2(n: int) -> int:

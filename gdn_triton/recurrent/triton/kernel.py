@@ -27,11 +27,24 @@ def decay_of(b_g, RCP_LN2: tl.constexpr):
 
 
 @triton.jit
-def load_columns(p, stride, o_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
-    """Loads the columns o_v below `end` of each part. p points to the first part."""
+def joined(x):
+    """Returns x [BR, GROUPS, BV / GROUPS] as [BR, BV], and any other x as it is."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2]]) if len(x.shape) == 3 else x
+
+
+@triton.jit
+def in_groups(x, GROUPS: tl.constexpr):
+    """Returns x [BR, BV] as [BR, GROUPS, BV / GROUPS], and x itself if there is one group."""
+    return tl.reshape(x, [x.shape[0], GROUPS, x.shape[1] // GROUPS]) if GROUPS > 1 else x
+
+
+@triton.jit
+def load_columns(p, stride, at_v, end, BV: tl.constexpr, PARTS: tl.constexpr):
+    """Loads the columns at_v below `end` of each part. p points to the first part."""
     parts = ()
     for part in tl.static_range(PARTS):
-        parts += (tl.load(p + part * BV * stride, mask=o_v < end - part * BV, other=0),)
+        b_v = tl.load(p + part * BV * stride, mask=at_v < end - part * BV, other=0)
+        parts += (joined(b_v),)
     return parts
 
 
@@ -44,6 +57,25 @@ def load_rows(p, stride, o_r, end, ROWS: tl.constexpr):
     for i in tl.static_range(ROWS):
         rows += (tl.load(p + (o_r + i * BR) * stride, mask=o_r < end - i * BR, other=0),)
     return rows
+
+
+@triton.jit
+def like_columns(x, columns):
+    """Returns x [BV], repeated in each row if `columns` is [BR, BV]."""
+    return tl.broadcast_to(x[None, :], columns.shape) if len(columns.shape) == 2 else x
+
+
+@triton.jit
+def unpacked(x, one):
+    """Returns x in float32. one: the number 1, which the compiler does not know. The compiler does
+    not see that `x.to(tl.float32)` has the same numbers. It would otherwise keep the numbers of the
+    sums until the state is written, in twice the registers of 16-bit numbers."""
+    if x.dtype == tl.bfloat16:
+        # A bfloat16 number is the upper half of a float32 number.
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif x.dtype == tl.float16:
+        x = x * one.to(tl.float16)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -61,8 +93,8 @@ def normalizer(square, scale, EPS: tl.constexpr):
 
 
 @triton.jit
-def store_state(p, kept, in_k, in_v, POLICY: tl.constexpr):
-    tl.store(p, kept, mask=in_k[:, None] & in_v[None, :], eviction_policy=POLICY)
+def store_state(p, kept, in_k, in_v, GROUPS: tl.constexpr, POLICY: tl.constexpr):
+    tl.store(p, in_groups(kept, GROUPS), mask=in_k & in_v, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -188,12 +220,14 @@ def recurrent_fwd_kernel(
     ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     ORDERED: tl.constexpr,
+    COMPACT: tl.constexpr,
+    GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """BETA_FACTOR: beta is this factor times the sigmoid of the given beta; 0: beta is the given
     one. The strides inside a state are constants, so that an address is a base plus an offset that
-    the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED: see `RecurrentForm`.
-    DEPENDENT: see `dependent_launch`."""
+    the load or store instruction contains. PARTS, ROWS, FOLD, ORDERED, COMPACT, GROUPS: see
+    `RecurrentForm`. DEPENDENT: see `dependent_launch`."""
     # Only float32 states have decays of rows, and their form has one tile of rows.
     tl.static_assert(ROWS == 1 or gk is None)
     pid = tl.program_id(0).to(tl.int64)
@@ -205,8 +239,25 @@ def recurrent_fwd_kernel(
     o_k, o_r = tl.arange(0, BK), tl.arange(0, BR)
     # These are the columns of the first part. The columns of other parts are multiples of BV
     # further.
-    o_v = i_v.to(tl.int32) * (PARTS * BV) + tl.arange(0, BV)
+    first_v = i_v.to(tl.int32) * (PARTS * BV)
+    o_v = first_v + tl.arange(0, BV)
     in_k = o_k < K
+    # These are the rows and columns of a tile.
+    at_row, at_column = o_r[:, None], o_v[None, :]
+    if GROUPS > 1:
+        # The compiler spreads the warps over the second dimension, so each has all rows of a group.
+        WIDTH: tl.constexpr = BV // GROUPS
+        at_row = o_r[:, None, None]
+        at_column = tl.arange(0, GROUPS)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        at_column += first_v
+    # These are the columns of v and o. In a compact key-first form a thread has one row of a tile.
+    # It loads its columns of v in the layout of the tile, because [BV] would go through shared
+    # memory. The first row of o is stored.
+    ONE_ROW: tl.constexpr = COMPACT and not STATE_V_FIRST
+    at_v = o_v
+    if ONE_ROW:
+        tl.static_assert(FOLD == 0 and gv is None and not BETA_PER_VALUE)
+        at_v = at_column + at_row * 0
 
     if DEPENDENT:
         gdc_wait()
@@ -242,14 +293,14 @@ def recurrent_fwd_kernel(
         + i_b * stride_vb
         + row * stride_vt
         + i_hv * stride_vh
-        + o_v * stride_vv
+        + at_v * stride_vv
     )
     next_q = tl.load(p_q + o_k * stride_qk, mask=o_k < end_k, other=0)
     next_k = tl.load(p_k + o_k * stride_kk, mask=o_k < end_k, other=0)
     if ROWS > 1:
         next_q_rows = load_rows(p_q, stride_qk, o_r, end_k, ROWS)
         next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
-    next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
+    next_v = load_columns(p_v, stride_vv, at_v, end_v, BV, PARTS)
     if g is not None:
         p_g = g + i_b * stride_gb + row * stride_gt + i_hv * stride_gh
         next_g = tl.load(p_g, mask=any_token, other=0)
@@ -282,18 +333,20 @@ def recurrent_fwd_kernel(
             p_write = write_slots + i_n * stride_wb
             slot = tl.load(p_write, mask=i_n < N, other=LAST_SKIPPED).to(tl.int64)
         p_ht = ht + i_hv * stride_hth
-        p_ht += o_r[:, None] * stride_htk + o_v[None, :] * stride_htv
+        p_ht += at_row * stride_htk + at_column * stride_htv
 
-    p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v * stride_ov
+    p_o = o + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + at_v * stride_ov
     if ORDERED:
         tl.debug_barrier()
     if read_slots is not None:
         live = i_0 > LAST_SKIPPED
     if not live:
-        nothing = tl.zeros([BV], dtype=o.dtype.element_ty)
+        nothing = tl.zeros(at_v.shape, dtype=o.dtype.element_ty)
         for _ in range(0, n_tokens):
             for part in tl.static_range(PARTS):
-                tl.store(p_o + part * BV * stride_ov, nothing, mask=o_v < V - part * BV)
+                in_o = at_v < V - part * BV
+                in_o = in_o & (at_row == 0) if ONE_ROW else in_o
+                tl.store(p_o + part * BV * stride_ov, nothing, mask=in_o)
             p_o += stride_ot
         return
 
@@ -302,19 +355,24 @@ def recurrent_fwd_kernel(
     KEPT: tl.constexpr = ht.dtype.element_ty if ht is not None else tl.float32
     if h0 is not None:
         p_h0 = h0 + i_0 * stride_h0n + i_hv * stride_h0h
-        p_h0 += o_r[:, None] * stride_h0k + o_v[None, :] * stride_h0v
+        p_h0 += at_row * stride_h0k + at_column * stride_h0v
     tiles = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(ROWS):
             if h0 is not None:
                 p_tile = p_h0 + part * BV * stride_h0v + i * BR * stride_h0k
-                in_tile = (o_r < K - i * BR)[:, None] & (o_v < V - part * BV)[None, :]
-                tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
+                in_tile = (at_row < K - i * BR) & (at_column < V - part * BV)
+                tile = joined(tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY))
             else:
                 tile = tl.zeros([BR, BV], dtype=KEPT)
             tiles += (tile.to(KEPT),)
     if ORDERED:
         tl.debug_barrier()
+        if COMPACT:
+            # ptxas moves instructions that wait for the token up across a barrier, and then issues
+            # the loads of the state one by one. It moves none across a branch. No T is negative.
+            if T < 0:
+                return
 
     for i_t in range(0, n_tokens):
         if parents is not None and not ONE_TOKEN:
@@ -337,7 +395,7 @@ def recurrent_fwd_kernel(
             read_q, read_k, k_rows = next_q_rows, next_k_rows, next_k_rows
             next_q_rows = load_rows(p_q, stride_qk, o_r, end_k, ROWS)
             next_k_rows = load_rows(p_k, stride_kk, o_r, end_k, ROWS)
-        next_v = load_columns(p_v, stride_vv, o_v, end_v, BV, PARTS)
+        next_v = load_columns(p_v, stride_vv, at_v, end_v, BV, PARTS)
 
         # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
         of_q, of_k = scale, 1.0
@@ -383,6 +441,7 @@ def recurrent_fwd_kernel(
                 tiles, part * ROWS, read_q, read_k, ROWS, FOLD, STATE_V_FIRST
             )  # fmt: skip
             b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
+            b_o, stored = like_columns(b_o, token_v[part]), like_columns(stored, token_v[part])
             if gv is not None:
                 p_decay = p_gv + part * BV * stride_gvv
                 column_decay = decay_of(tl.load(p_decay, mask=in_v, other=0), RCP_LN2)
@@ -392,23 +451,33 @@ def recurrent_fwd_kernel(
                 if BETA_PER_VALUE:
                     b_beta = strength(token_beta[part], BETA_FACTOR)
                 b_v *= b_beta
-            b_o = tl.fma(b_v, qk, b_o).to(o.dtype.element_ty)
-            tl.store(p_o + part * BV * stride_ov, b_o, mask=in_v)
+            b_o = in_groups(tl.fma(b_v, qk, b_o).to(o.dtype.element_ty), GROUPS)
+            in_o = at_v < V - part * BV
+            if not COMPACT:
+                tl.store(p_o + part * BV * stride_ov, b_o, mask=in_o)
 
+            columns = b_v if ONE_ROW else b_v[None, :]
+            in_kept = at_column < V - part * BV
             if EVERY_TOKEN or write_slots is not None:
-                in_v = o_v < tl.where(slot > LAST_SKIPPED, V - part * BV, 0)
+                in_kept = at_column < tl.where(slot > LAST_SKIPPED, V - part * BV, 0)
             for i in tl.static_range(ROWS):
-                b_h = tiles[part * ROWS + i].to(tl.float32)  # type: ignore[var-annotated]
+                b_h = tiles[part * ROWS + i]  # type: ignore[var-annotated]
+                b_h = unpacked(b_h, T > 0) if COMPACT else b_h.to(tl.float32)
                 if gk is not None:
                     b_h *= row_decay[:, None]
                 if gv is not None:
                     b_h *= column_decay[None, :]
                 token_k = k_rows[i].to(tl.float32)
-                kept = tl.fma(b_h, decay, token_k[:, None] * b_v[None, :]).to(KEPT)
+                kept = tl.fma(b_h, decay, token_k[:, None] * columns).to(KEPT)
                 kept_tiles += (kept,)
                 if ht is not None and (EVERY_TOKEN or ONE_TOKEN):
-                    p_kept = p_ht + slot * stride_htn + part * BV * stride_htv
-                    store_state(p_kept + i * BR * stride_htk, kept, o_r < K - i * BR, in_v, POLICY)
+                    p_kept = p_ht + slot * stride_htn + part * BV * stride_htv + i * BR * stride_htk
+                    store_state(p_kept, kept, at_row < K - i * BR, in_kept, GROUPS, POLICY)
+            if COMPACT:
+                # Stores keep their order. After an earlier store of o, ptxas computes the whole new
+                # state in float32 before it writes the first of it.
+                in_o = in_o & (at_row == 0) if ONE_ROW else in_o
+                tl.store(p_o + part * BV * stride_ov, b_o, mask=in_o)
         tiles = kept_tiles
         p_o += stride_ot
         if gv is not None:
@@ -422,5 +491,7 @@ def recurrent_fwd_kernel(
         for part in tl.static_range(PARTS):
             for i in tl.static_range(ROWS):
                 p_kept = p_ht + slot * stride_htn + part * BV * stride_htv + i * BR * stride_htk
-                in_v = o_v < end_v - part * BV
-                store_state(p_kept, tiles[part * ROWS + i], o_r < K - i * BR, in_v, POLICY)
+                in_v = at_column < end_v - part * BV
+                store_state(
+                    p_kept, tiles[part * ROWS + i], at_row < K - i * BR, in_v, GROUPS, POLICY
+                )

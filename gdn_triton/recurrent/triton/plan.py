@@ -95,6 +95,8 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
         ROWS=form.rows,
         FOLD=form.fold,
         ORDERED=form.ordered,
+        COMPACT=form.compact,
+        GROUPS=form.groups,
         **dependent_launch(gpu_of(p.device)),
         **UNFUSED,
         **form.tile.options,

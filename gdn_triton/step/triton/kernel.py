@@ -198,8 +198,9 @@ def layer_form(p: LayerProblem) -> LayerForm:
     tiles of half a head are faster: more programs fit a multiprocessor, and some load while others
     compute."""
     itemsize = p.state_dtype.itemsize
-    # The bytes of all states change no bit, and this kernel does not choose its form by them.
-    form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE)
+    # The bytes of all states change no bit, and this kernel does not choose its form by them. With
+    # more bytes the programs of a step would have tiles of four times the columns.
+    form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE - 1)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
     programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
     if p.state_v_first:
