@@ -99,6 +99,35 @@ def test_cuts(change: dict[str, Any], is_cut: bool) -> None:
         assert 16 <= segment < p.T // 64
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"HV": 8, "T": 32768}, (2, True, 32)),
+        ({"HV": 16}, (1, True, 0)),
+        ({"HV": 32}, (2, True, 0)),
+        ({"HV": 32, "is_varlen": True}, (1, True, 0)),
+        ({"HV": 16, "is_varlen": True, "N": 4, "longest": (4000, 3100, 1000)}, (1, True, 0)),
+        ({"HV": 64}, (1, False, 0)),
+        ({"HV": 32, "B": 4, "N": 4}, (2, False, 0)),
+        ({"HV": 32, "V": 64, "B": 4, "N": 4}, (1, False, 0)),
+        ({"HV": 8, "T": 32768, "batch_invariant": True}, (1, True, 0)),
+    ],
+)
+def test_plans(
+    change: dict[str, Any], expected: tuple[int, bool, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of a block, whether the walks run at the same time, the chunks of a segment."""
+    gluon = "triton.experimental.gluon.nvidia.hopper"
+    pytest.importorskip(gluon, reason="this Triton lacks Gluon for compute capability 9.0")
+    from gdn_triton._triton.tiles import Gpu
+    from gdn_triton.chunk.triton.hopper.walks import launch
+
+    monkeypatch.setattr(launch, "gpu_of", lambda _: Gpu("cuda", 90, 132))
+    plan = launch.choose_plan(replace(COMMON, **{"B": 1, "N": 1, "T": 8192, **change}))
+    assert plan.forward == plan.back
+    assert (plan.forward.states, plan.together, plan.segment) == expected
+
+
 @pytest.mark.usefixtures("on_a_hopper")
 def test_what_explain_says(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "The walks of the backward are by the Gluon kernel for compute capability 9.0."

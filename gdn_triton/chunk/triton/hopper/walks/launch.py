@@ -47,13 +47,21 @@ class Plan(NamedTuple):
 
 
 def choose_plan(problem: Problem) -> Plan:
-    """Returns the plan of a call. Whole sequences are walked at the same time if all blocks of one
-    state have a multiprocessor on average. No form of the blocks changes a bit."""
+    """Returns the plan of a call. Both walks of whole sequences run at the same time if all blocks
+    of one state that run at once have a multiprocessor. If these take more than half of them,
+    blocks of two states are faster in padded calls and slower in packed ones. No form of the blocks
+    changes a bit."""
     multiprocessors, V = gpu_of(problem.device).multiprocessors, problem.V
     segment = choose_segment(multiprocessors, problem)
     states = states_at_once(problem)
-    together = segment > 0 or 2 * states * -(-V // COLUMNS) <= multiprocessors
-    two = segment > 0 or (not together and 2 * states > multiprocessors)
+    blocks = 2 * states * -(-V // COLUMNS)
+    together = segment > 0 or blocks <= multiprocessors
+    if segment > 0:
+        two = True
+    elif together:
+        two = 2 * blocks > multiprocessors and not problem.is_varlen
+    else:
+        two = 2 * states > multiprocessors
     shape = TWO if two and V > COLUMNS else ONE
     return Plan(forward=shape, back=shape, together=together, segment=segment)
 
