@@ -333,10 +333,8 @@ def same_windows(x: StepWindow, y: StepWindow) -> bool:
     return scales and all(same_bits(*pair) for pair in zip(x[:5], y[:5], strict=True))
 
 
-@pytest.mark.parametrize(
-    "pool, v_first",
-    [(FP32, True), (FP16, False), (FP16, True), (torch.int8, False), (torch.int8, True)],
-)
+@LAYOUTS
+@pytest.mark.parametrize("pool", [FP32, FP16, torch.int8])
 @pytest.mark.parametrize("states", [1, 256, 1024, 2**20])
 def test_both_kernels_of_one_token(
     pool: torch.dtype,
@@ -346,10 +344,10 @@ def test_both_kernels_of_one_token(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kernel that serves K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
-    against the other kernel, whose bits it has."""
+    """The kernels that serve K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
+    against the other kernel, whose bits they have."""
     from gdn_triton.recurrent.triton import window_plan
-    from gdn_triton.recurrent.triton.window_form import early_form
+    from gdn_triton.recurrent.triton.window_form import early_form, few_form
 
     if backend == "reference":
         pytest.skip("it has no kernels")
@@ -365,7 +363,11 @@ def test_both_kernels_of_one_token(
         o = recurrent_step(**{**run.arguments(x), **other})
         monkeypatch.setattr(plans, "_plans", {})
         with monkeypatch.context() as patch:
-            form = early_form(pool.itemsize, v_first, states)
+            of_states = pool.itemsize, v_first, states
+            form = few_form(*of_states) or early_form(*of_states)
+            if form is not None and device == "cpu":
+                # numpy's products of 16 rows round otherwise than those of 32 rows.
+                form = form._replace(BV=max(form.BV, 32))
             patch.setattr(window_plan, "_early_form", lambda _, form=form: form)
             assert same_bits(run.step(x), o)
     assert same_bits(run.pool, other["state"])

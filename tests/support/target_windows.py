@@ -9,7 +9,7 @@ def run_windows(call: Any, H: int) -> None:
     """The step with windows, of one token and of all of its tokens, and a fold. call: a mixed one
     of several tokens, for H heads of k."""
     from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, FoldCall, FoldOperands
-    from gdn_triton.recurrent.triton.window_form import FEW_STATES
+    from gdn_triton.recurrent.triton.window_form import FEW_STATES, FEWEST_STATES
     from gdn_triton.recurrent.triton.window_plan import fold_slots, plan
     from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.validation_window import validate_fold
@@ -38,14 +38,17 @@ def run_windows(call: Any, H: int) -> None:
         for x in (one, several, *trees):
             step = call._replace(inputs=x, max_tokens=window.max_tokens)
             plan(validate_step(step), x)(x)
-        # Calls of one token in a window of such calls, of a few states and of many, have a kernel
-        # of their own.
-        count = -(-(FEW_STATES + 1) // HV)
-        repeated = {
-            name: getattr(one, name)[:1].repeat(count, *[1] * (getattr(one, name).dim() - 1))
-            for name in ("q", "k", "v", "g", "beta", "read_slots", "positions")
-        }
-        for x in (one, one._replace(**repeated)):
+        # Calls of one token in a window of such calls have kernels and forms of their own, which
+        # depend on the number of states.
+        for states in (HV, FEWEST_STATES + 1, FEW_STATES + 1):
+            x = one._replace(
+                **{
+                    name: getattr(one, name)[:1].repeat(
+                        -(-states // HV), *[1] * (getattr(one, name).dim() - 1)
+                    )
+                    for name in ("q", "k", "v", "g", "beta", "read_slots", "positions")
+                }
+            )
             step = call._replace(inputs=x, max_tokens=1)
             plan(validate_step(step), x)(x)
         folded = FoldCall(

@@ -6,10 +6,10 @@ from typing import NamedTuple
 class WindowForm(NamedTuple):
     """The form of a program: BV columns of a state and `warps` warps. K is cut into pieces of KI,
     or of FI in a fold. early: a program issues all loads before it uses a loaded state or record;
-    with one token the kernel is that of `window_early.py`. records_first: that kernel loads the
-    records before the state. registers: the largest number per
-    thread, which limits the programs per multiprocessor; None: the compiler's choice. `early`,
-    `registers` and `records_first` change no bit."""
+    with one token the kernel is that of `window_early.py` or, with few, that of `window_few.py`.
+    records_first: the kernel of `window_early.py` loads the records before the state. registers:
+    the largest number per thread, which limits the programs per multiprocessor; None: the
+    compiler's choice. None of these four changes a bit."""
 
     BV: int
     warps: int
@@ -19,8 +19,16 @@ class WindowForm(NamedTuple):
     early: bool = False
     registers: int | None = None
     records_first: bool = False
+    few: bool = False
 
 
+# Up to this many float32 states, or value-first 16-bit states, the kernel of `window_few.py` is
+# faster. On an H200 8 float32 states took 2.35 us instead of 2.73, and key-first 3.01 instead of
+# 3.55; 8 bfloat16 states took 2.27 instead of 2.44, but key-first 2.61 instead of 2.39.
+FEWEST_STATES, FEWEST_NARROW_STATES = 64, 16
+# Up to this many float32 states of drafts have programs of fewer columns: on an H200 8 states took
+# 4.35 us instead of 5.00, and 64 states 7.61 instead of 7.41.
+FEWEST_DRAFTS = 32
 # Up to this many states of a call, programs have fewer columns: there are then more programs, and
 # each waits for fewer loads. Measured with 256 states and with 2048.
 FEW_STATES = 512
@@ -62,7 +70,8 @@ def drafts_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm |
     if not v_first:
         return None
     if state_itemsize == 4:
-        return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
+        BV = 32 if states <= FEWEST_DRAFTS else 64
+        return WindowForm(BV=BV, warps=4, KI=32, FI=32, early=True, registers=128)
     if states <= FEW_STATES:
         return WindowForm(BV=32, warps=2, KI=128, FI=32, early=True, registers=128)
     return WindowForm(BV=128, warps=4, KI=128, FI=64, early=True, registers=168)
@@ -91,3 +100,15 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
     if few:
         return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True, records_first=True)
     return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
+
+
+def few_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form of a call of one token that runs the kernel of `window_few.py`, or None. It
+    has the bits of the other forms: a float32 tile has their KI, and KI changes no bit of the
+    products of matrix units. The columns of a key-first tile decide which threads share a sum, so
+    a program has as many as in `window_form`."""
+    if state_itemsize == 4 and states <= FEWEST_STATES:
+        return WindowForm(BV=16 if v_first else 32, warps=2, KI=32, FI=128, early=True, few=True)
+    if state_itemsize == 2 and v_first and states <= FEWEST_NARROW_STATES:
+        return WindowForm(BV=16, warps=2, KI=128, FI=128, dot=True, early=True, few=True)
+    return None

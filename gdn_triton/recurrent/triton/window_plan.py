@@ -24,6 +24,7 @@ from gdn_triton.recurrent.problem import (
 from gdn_triton.recurrent.triton.plan import strides
 from gdn_triton.recurrent.triton.window import window_fwd_kernel
 from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
+from gdn_triton.recurrent.triton.window_few import window_few_fwd_kernel
 from gdn_triton.recurrent.triton.window_fold import (
     window_accept_kernel,
     window_fold_kernel,
@@ -34,6 +35,7 @@ from gdn_triton.recurrent.triton.window_form import (
     WindowForm,
     drafts_form,
     early_form,
+    few_form,
     most_registers,
     window_form,
 )
@@ -113,13 +115,15 @@ EARLY_STATES: Final = (torch.bfloat16, torch.float32, torch.int8)
 
 
 def _early_form(p: RecurrentProblem) -> WindowForm | None:
-    """Returns the form of a step that runs the kernel of `window_early.py`, or None. That kernel
-    serves the calls for which its registers were chosen."""
+    """Returns the form of a step that runs the kernel of `window_early.py` or `window_few.py`, or
+    None. These kernels serve the calls for which their registers were chosen."""
     if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
         return None
     if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
         return None
-    return early_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+    of_states = p.state_dtype.itemsize, p.state_v_first, p.N * p.HV
+    # Where a warp has 64 lanes, a sum over K would have another order in the kernel of few states.
+    return (None if compiler() == "hip" else few_form(*of_states)) or early_form(*of_states)
 
 
 def _releases(p: RecurrentProblem) -> bool:
@@ -191,7 +195,10 @@ def launch_arguments(
     }
     if one:
         kernel, own = window_one_fwd_kernel, {"DOT": form.dot, **layer}
-        if form.early:
+        if form.few:
+            kernel = window_few_fwd_kernel
+            own = {"DOT": form.dot, **dependent_launch(gpu_of(p.device))}
+        elif form.early:
             kernel, own = window_early_fwd_kernel, {"DOT": form.dot, **NO_RING}
             own |= dependent_launch(gpu_of(p.device))
             own |= {

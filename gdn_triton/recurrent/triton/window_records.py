@@ -141,11 +141,20 @@ def in_float32(pieces, KO: tl.constexpr):
 
 
 @triton.jit
-def inner(x, y, KO: tl.constexpr):
-    b_sum = x[0] * y[0]
-    for i in tl.static_range(1, KO):
-        b_sum = tl.fma(x[i], y[i], b_sum)
-    return tl.sum(b_sum, 0)
+def inner(x, y, KO: tl.constexpr, LINES: tl.constexpr):
+    """Returns the sum of x times y, which come in KO pieces. LINES: every LINES-th piece belongs to
+    one sum. Two sums of pieces of 32 elements have the bits of one sum of pieces of 64 elements
+    that two warps share."""
+    total = 0.0
+    for line in tl.static_range(LINES):
+        b_sum = x[line] * y[line]
+        for i in tl.static_range(1, KO // LINES):
+            b_sum = tl.fma(x[line + i * LINES], y[line + i * LINES], b_sum)
+        if line == 0:
+            total = tl.sum(b_sum, 0)
+        else:
+            total += tl.sum(b_sum, 0)
+    return total
 
 
 @triton.jit
@@ -181,7 +190,8 @@ def records_dot(b_u, b_x, LIKE: tl.constexpr):
 @triton.jit
 def factors_of(
     q_pieces, k_pieces, b_beta, b_g, A_log, b_A, bias, scale, KO: tl.constexpr, EPS: tl.constexpr,
-    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr
+    THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr, BETA_FACTOR: tl.constexpr,
+    LINES: tl.constexpr = 1
 ):  # fmt: skip
     """Returns (beta, g, of_q, of_k, qk) of one token: beta and the log decay after their
     activations, the factors of q and k, and the product of k and the scaled q. q_pieces, k_pieces:
@@ -191,10 +201,10 @@ def factors_of(
     if A_log is not None:
         b_g = log_decay(b_g + bias, b_A, tl.exp(b_A), THRESHOLD)
     of_q, of_k = scale, 1.0
-    qk = inner(q_pieces, k_pieces, KO)
+    qk = inner(q_pieces, k_pieces, KO, LINES)
     if USE_QK_L2NORM:
-        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO) + EPS)
-        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO) + EPS)
+        of_q = scale * tl.rsqrt(inner(q_pieces, q_pieces, KO, LINES) + EPS)
+        of_k = tl.rsqrt(inner(k_pieces, k_pieces, KO, LINES) + EPS)
     return b_beta, b_g, of_q, of_k, qk * of_q
 
 
