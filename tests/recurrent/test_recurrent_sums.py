@@ -144,7 +144,7 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
     for itemsize in (2, 4):
         form = recurrent_form(K, V, v_first, itemsize, one_token=one_token, state_bytes=state_bytes)
         BK, BV, warps = form.tile[:3]
-        assert BK >= K and BK % form.rows == 0
+        assert BK >= K and BK % form.rows == 0 and form.fold >= 0
         assert BK * BV * form.parts * itemsize <= 64 * 32 * warps * 4
         assert (form.parts - 1) * BV < V
         BR = BK // form.rows

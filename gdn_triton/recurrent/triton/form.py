@@ -125,7 +125,7 @@ def _key_first_form(
         BV, rows = padded(V, 64), 1
         warps = max(1, BK * BV // (32 * STATE_OF_A_THREAD))
         few = not one_token or state_bytes < FEW_STATES
-    shared = min(BK, 32 * warps * 16 // itemsize // BV)
+    shared = min(BK // rows, 32 * warps * 16 // itemsize // BV)
     tile, groups, compact = Tile(BK, BV, warps, 1), 1, False
     # A thread loads four numbers of a row. Sequences spilled with these tiles.
     few_columns = 128 // shared
