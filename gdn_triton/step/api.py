@@ -39,6 +39,9 @@ def layer_step(
     write_slots: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     parents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_tokens: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Runs the decode step of a Gated DeltaNet layer between its projections, in one launch.
 
@@ -54,7 +57,8 @@ def layer_step(
 
     Sizes: N sequences, T tokens each, H heads of q and k, HV of v, K and V channels, W taps,
     D = 2 * H * K + HV * V. "Float" is float16, bfloat16, float32 or float64. All tensors are on one
-    device, and may be strided views.
+    device, and may be strided views. With cu_seqlens the T tokens of all sequences are packed: for
+    [N, T, ...] read [T, ...] or [1, T, ...], and [1, T] for slots and parents of tokens.
 
     Args:
         mixed_qkv: [N, D], one token for each sequence, or [N, T, D], float: q, k and v
@@ -80,6 +84,11 @@ def layer_step(
             the sequence's read slot. With a window write_slots may be slots of conv_state that
             state does not have; after `gdn_triton.accept_window` the caller copies the
             convolution's state of the last accepted node to the slot of the sequence.
+        cu_seqlens: [N + 1], int32 or int64: sequences with different numbers of tokens, as
+            `gdn_triton.recurrent_step`. The y of tokens at or after cu_seqlens[-1] is 0.
+        max_tokens: the largest number of tokens of a sequence, with cu_seqlens and without a
+            window, which has a bound of its own. On an accelerator more tokens are undefined
+            behaviour. None: T, which is seldom few enough for one launch.
         conv_state: [slots, D, W - 1], float, wide enough for mixed_qkv's dtype, with conv_weight:
             the last tokens before the convolution, the latest at W - 2. Written in place. With
             num_accepted_tokens it has W - 2 + S columns or more, and the first W - 2 + S are used.
@@ -97,20 +106,23 @@ def layer_step(
         allow_neg_eigval, scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
         use_qk_l2norm_in_kernel: normalise each q and k. The default is True, as in the models.
         window, positions: as `gdn_triton.recurrent_step`.
+        out: [.., HV, V], the dtype of mixed_qkv, any strides: the tensor to which y is written.
+            None: a new tensor.
 
     Returns:
-        y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous, a new tensor.
+        y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous; `out` if that was given.
 
     On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
     HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
     float32. These calls are one launch for few sequences and three launches for more, with the same
-    bits: one token with a window; 2 to 8 tokens with value-first states and counters, also with
-    num_accepted_tokens or with write_slots [N, T]; and with a window 2 to 4 tokens for states of
-    float32, 2 for states of 16 bits, where K and V are multiples of 16 and parents is None. With a
-    window more tokens, and trees, are three launches. Other calls, and all calls of the reference
-    backend, run the three functions above one after the other, each in the backend that is chosen
-    for it; `gdn_triton.explain_call` names the backends. On an accelerator the host reads no
-    contents, so a call can be captured in a CUDA graph. Under torch.compile a call is one operator.
+    bits: one token with a window; with counters, 2 to 8 tokens, also with num_accepted_tokens,
+    write_slots [N, T] or cu_seqlens, and one token with key-first states of 16 bits, where
+    key-first states have K up to 128; and with a window 2 to 4 tokens for states of float32, 2 for
+    states of 16 bits, where K and V are multiples of 16 and parents is None. With a window more
+    tokens, and trees, are three launches. Other calls, and all calls of the reference backend, run
+    the three functions above one after the other, each in the backend that is chosen for it;
+    `gdn_triton.explain_call` names the backends. On an accelerator the host reads no contents, so a
+    call can be captured in a CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the
@@ -136,6 +148,8 @@ def layer_step(
             write_slots=write_slots,
             num_accepted_tokens=num_accepted_tokens,
             parents=parents,
+            cu_seqlens=cu_seqlens,
+            out=out,
         ),
         options=LayerOptions(
             activation=activation,
@@ -146,6 +160,7 @@ def layer_step(
             scale=scale,
             state_v_first=state_v_first,
             skip=skip,
+            max_tokens=max_tokens,
         ),
         window=window,
         positions=positions,

@@ -55,13 +55,6 @@ def kernel_refusal(p: LayerProblem) -> str | None:
             f"The kernel of a layer's step takes value-first states of up to {MOST_ROW} bytes a "
             f"row; one has {p.K * p.state_dtype.itemsize}."
         )
-    if p.T > 1 and not p.state_v_first:
-        return "The kernel of a layer's step of several tokens takes value-first states only."
-    if not p.state_v_first and p.state_dtype.itemsize == 2:
-        return (
-            "The kernel of a layer's step takes key-first states of float32 only, because the step "
-            f"alone divides the rows of narrower ones; the states are {p.state_dtype}."
-        )
     return None
 
 
@@ -81,18 +74,20 @@ def load_triton() -> Plan:
     def planned(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
         p = problem
         # The kernels of one token take only its read slot.
-        is_plain = p.most_accepted == 0 and not p.has_write_slots and not p.is_tree
+        is_plain = not (p.most_accepted or p.has_write_slots or p.is_tree or p.is_packed)
+        # `layer_step_kernel` would spill with key-first states of 16 bits.
+        has_kernel = is_plain and (p.state_v_first or p.state_dtype.itemsize == 4)
         if not p.has_window:
             if tokens_plan.runs_at_once(p):
                 return tokens_plan.plan(p, call)
-            if p.T == 1 and is_plain:
+            if p.T == 1 and has_kernel:
                 return kernel.plan(p, call)
         elif not p.is_tree:
             step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
             rule = validate_step(step)
             if p.T == 1 and is_plain and window.runs_at_once(p, rule):
                 return window.plan(p, call, rule, step.inputs)
-            if p.T > 1 and tokens_plan.window_runs_at_once(p, rule):
+            if (p.T > 1 or p.is_packed) and tokens_plan.window_runs_at_once(p, rule):
                 return tokens_plan.plan_window(p, call, rule, step.inputs)
         norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
         return functools.partial(parts.run, norm=norm)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.slots import LAST_SKIPPED
+from gdn_triton._host.tensors import writing
 from gdn_triton.conv.api import causal_conv1d_update
 from gdn_triton.norm.api import rms_norm_gated
 from gdn_triton.norm.backends import NORM
@@ -38,7 +39,7 @@ def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None 
     mixed_qkv = x.mixed_qkv
     if x.conv_weight is not None:
         mixed_qkv = causal_conv1d_update(mixed_qkv, **conv_arguments(call))
-    o = recurrent_step(mixed_qkv=mixed_qkv, **step)
+    o = recurrent_step(mixed_qkv=mixed_qkv, out=x.out, **step)
     if x.gate is None or x.norm_weight is None:
         return o
     if norm is not None:
@@ -46,7 +47,18 @@ def run(call: LayerCall, norm: Callable[[LayerOperands, Tensor], Tensor] | None 
     y = rms_norm_gated(o, x.gate, x.norm_weight, *of_norm)
     # Select y here, because the gate of a skipped sequence may hold NaN.
     live = _start_slots(call) > LAST_SKIPPED[options.skip]
-    return torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)
+    if x.cu_seqlens is not None:
+        tokens = torch.arange(y.shape[-3], device=y.device)
+        # Tokens after the last sequence have number N.
+        of_token = torch.bucketize(tokens, x.cu_seqlens[1:].contiguous(), right=True)
+        live = torch.cat([live, live.new_zeros(1)])[of_token]
+        y = torch.where(live[:, None, None], y, 0)
+    else:
+        y = torch.where(live.view(-1, *(1,) * (y.dim() - 1)), y, 0)
+    if x.out is None:
+        return y
+    with writing(x.out):
+        return x.out.copy_(y)
 
 
 def _start_slots(call: LayerCall) -> Tensor:

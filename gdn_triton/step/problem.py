@@ -26,13 +26,15 @@ class LayerOperands(NamedTuple):
     write_slots: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
     parents: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    out: Tensor | None = None
 
 
 # The most tokens of a sequence in a call of the kernels.
 MOST_TOKENS: Final = 8
 
 # The tensors that a call writes in place.
-WRITTEN: Final = ("state", "conv_state", "counters")
+WRITTEN: Final = ("state", "conv_state", "counters", "out")
 
 
 class LayerOptions(NamedTuple):
@@ -46,6 +48,7 @@ class LayerOptions(NamedTuple):
     scale: float | None
     state_v_first: bool
     skip: str
+    max_tokens: int | None = None
 
 
 class LayerCall(NamedTuple):
@@ -68,6 +71,7 @@ def step_arguments(call: LayerCall) -> dict[str, Any]:
         "write_slots": None if has_window else x.write_slots,
         "num_accepted_tokens": None if has_window else x.num_accepted_tokens,
         "parents": x.parents,
+        "cu_seqlens": x.cu_seqlens,
         "a": x.a,
         "b": x.b,
         "A_log": x.A_log,
@@ -111,6 +115,7 @@ def conv_arguments(call: LayerCall) -> dict[str, Any]:
         "skip": options.skip,
         "num_accepted_tokens": x.num_accepted_tokens,
         "parents": x.parents,
+        "cu_seqlens": x.cu_seqlens,
     }
 
 
@@ -120,7 +125,8 @@ class LayerProblem:
     `gdn_triton.step.validation` builds it."""
 
     N: int
-    T: int
+    T: int  # tokens of a sequence; of a packed one at most
+    tokens: int  # rows of mixed_qkv
     H: int
     HV: int
     K: int
@@ -147,4 +153,5 @@ class LayerProblem:
     every_token: bool  # write_slots has a slot for each token
     slots: int  # of state
     is_tree: bool  # parents are given
+    is_packed: bool  # cu_seqlens is given
     unreadable: str | None  # a sentence why no kernel can read the tensors

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from gdn_triton._host.arguments import (
     check_rank,
     check_shape,
     check_tensors,
+    count_sequences,
     must,
     real_or_none,
     shape_of,
@@ -49,9 +51,12 @@ from gdn_triton.step.problem import (
 
 _OPTIONAL: Final = (
     *("dt_bias", "conv_state", "conv_weight", "conv_bias", "gate", "norm_weight", "counters"),
-    *("write_slots", "num_accepted_tokens", "parents"),
+    *("write_slots", "num_accepted_tokens", "parents", "cu_seqlens", "out"),
 )
-_INDICES: Final = ("read_slots", "write_slots", "num_accepted_tokens", "parents")
+_INDICES: Final = (
+    *("read_slots", "write_slots", "num_accepted_tokens", "parents"),
+    "cu_seqlens",
+)
 _ACTIVATIONS: Final = ("silu", "sigmoid")
 
 
@@ -71,9 +76,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
     HV, K, V = x.state.shape[1:]
     if v_first:
         K, V = V, K
-    if mixed.dim() not in (2, 3):
-        expected = "have shape [N, 2 * H * K + HV * V] or [N, T, 2 * H * K + HV * V]"
-        raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
+    lead, N, T = _check_lead(x)
     D = mixed.shape[-1]
     keys = D - HV * V
     if K < 1 or V < 1 or HV < 1 or keys < 2 * K or keys % (2 * K) != 0 or HV % (keys // (2 * K)):
@@ -82,17 +85,17 @@ def validate_layer(call: LayerCall) -> LayerProblem:
             "is a multiple of H"
         )
         raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
-    lead = dict(zip(("N", "T"), mixed.shape[:-1], strict=False))
-    N, T = lead["N"], lead.get("T", 1)
     if call.window is not None:
         check_kind(call.window)
-    _check_drafts(call, N, T)
+    _check_most(call)
+    _check_drafts(call, N, 1 if x.cu_seqlens is not None else N, T)
     check_shape("a", x.a, **lead, HV=HV)
     check_shape("b", x.b, **lead, HV=HV)
     check_shape("A_log", x.A_log, HV=HV)
     check_shape("dt_bias", x.dt_bias, HV=HV)
     check_shape("gate", x.gate, **lead, HV=HV, V=V)
     check_shape("norm_weight", x.norm_weight, V=V)
+    check_shape("out", x.out, **lead, HV=HV, V=V)
     S = most_accepted(call)
     W = _check_conv(x, D, S)
     check_dtypes({name: y for name, y in named.items() if name != "counters"}, _INDICES)
@@ -101,13 +104,15 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         if held != x.conv_state.dtype:
             expected = f"have a dtype that holds that of mixed_qkv, {mixed.dtype}"
             raise ValueError(must("conv_state", expected, str(x.conv_state.dtype)))
+    if x.out is not None and x.out.dtype != mixed.dtype:
+        raise ValueError(must("out", f"be {mixed.dtype}, as mixed_qkv is", str(x.out.dtype)))
     for name in WRITTEN:
         check_written(name, named[name])
     H = keys // (2 * K)
     tickets, (rows, columns) = x.counters, x.state.stride()[2:]
     _check_tickets("counters", tickets, x.state, H)
     span = (x.state.shape[2] - 1) * rows + (x.state.shape[3] - 1) * columns
-    if _has_drafts(x):
+    if _needs_parts(x):
         check_step(mixed_qkv=mixed, **step_arguments(call))
     if call.window is not None or call.positions is not None:
         check_step(mixed_qkv=mixed, **step_arguments(call))
@@ -128,7 +133,8 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         )
     return LayerProblem(
         N=N,
-        T=T,
+        T=_most_tokens(call, T),
+        tokens=mixed.shape[:-1].numel(),
         H=H,
         HV=HV,
         K=K,
@@ -155,6 +161,7 @@ def validate_layer(call: LayerCall) -> LayerProblem:
         every_token=x.write_slots is not None and x.write_slots.dim() == 2,
         slots=x.state.shape[0],
         is_tree=x.parents is not None,
+        is_packed=x.cu_seqlens is not None,
         unreadable=why_unreadable(read, tuple(read.values())),
     )
 
@@ -171,12 +178,58 @@ def _check_parts(x: LayerOperands) -> None:
         raise ValueError(must("conv_bias", "be None without conv_weight", "a tensor"))
 
 
-def _has_drafts(x: LayerOperands) -> bool:
-    return not (x.write_slots is None and x.num_accepted_tokens is None and x.parents is None)
+def _check_lead(x: LayerOperands) -> tuple[dict[str, int], int, int]:
+    """Returns the dimensions of the tokens before their channels, N and T, which is the number of
+    all tokens in a packed call."""
+    mixed, packed = x.mixed_qkv, x.cu_seqlens is not None
+    if mixed.dim() not in (2, 3) or (packed and mixed.dim() == 3 and mixed.shape[0] != 1):
+        first, both = ("T", "1, T") if packed else ("N", "N, T")
+        expected = f"have shape [{first}, 2 * H * K + HV * V] or [{both}, 2 * H * K + HV * V]"
+        expected += " with cu_seqlens" if packed else ""
+        raise ValueError(must("mixed_qkv", expected, shape_of(mixed)))
+    if x.cu_seqlens is None:
+        lead = dict(zip(("N", "T"), mixed.shape[:-1], strict=False))
+        return lead, lead["N"], lead.get("T", 1)
+    names = ("B", "T") if mixed.dim() == 3 else ("T",)
+    lead = dict(zip(names, mixed.shape[:-1], strict=True))
+    return lead, count_sequences(x.cu_seqlens), lead["T"]
 
 
-def _check_drafts(call: LayerCall, N: int, T: int) -> None:
-    """Checks the shapes of the slots and of what says which tokens follow each other."""
+def _check_most(call: LayerCall) -> None:
+    """Checks max_tokens."""
+    most = call.options.max_tokens
+    if most is None:
+        return
+    if type(most) is not int:
+        raise TypeError(must("max_tokens", "be an int or None", value_of(most)))
+    if not 1 <= most < 2**31:
+        raise ValueError(must("max_tokens", "be 1 to 2^31 - 1", value_of(most)))
+    if call.inputs.cu_seqlens is None:
+        raise ValueError(must("max_tokens", "be None without cu_seqlens", str(most)))
+    if call.window is not None:
+        expected = "be None with a window, which has max_tokens"
+        raise ValueError(must("max_tokens", expected, str(most)))
+
+
+def _most_tokens(call: LayerCall, T: int) -> int:
+    """Returns T of the problem. T: as returned by `_check_lead`."""
+    if call.inputs.cu_seqlens is None:
+        return T
+    if call.window is not None:
+        most: int = call.window.max_tokens
+        return most
+    return T if call.options.max_tokens is None else call.options.max_tokens
+
+
+def _needs_parts(x: LayerOperands) -> bool:
+    """Returns whether the parts check the contents of a call."""
+    given = (x.write_slots, x.num_accepted_tokens, x.parents, x.cu_seqlens)
+    return any(y is not None for y in given)
+
+
+def _check_drafts(call: LayerCall, N: int, B: int, T: int) -> None:
+    """Checks the shapes of the slots and of what says which tokens follow each other. B: rows of
+    tokens, 1 when packed."""
     x, has_window = call.inputs, call.window is not None
     has_conv, slots, write = x.conv_state is not None, x.read_slots, x.write_slots
     accepted, parents = x.num_accepted_tokens, x.parents
@@ -186,9 +239,9 @@ def _check_drafts(call: LayerCall, N: int, T: int) -> None:
         expected = f"have shape [N={N}, S], S >= 1, with num_accepted_tokens"
         raise ValueError(must("read_slots", expected, shape_of(slots)))
     check_shape("num_accepted_tokens", accepted, N=N)
-    check_shape("parents", parents, N=N, T=T)
-    if write is not None and write.shape not in ((N,), (N, T)):
-        expected = f"have shape [{N}], a slot a sequence, or [{N}, {T}], a slot a token"
+    check_shape("parents", parents, **{"N" if B == N else "B": B, "T": T})
+    if write is not None and write.shape not in ((N,), (B, T)):
+        expected = f"have shape [{N}], a slot a sequence, or [{B}, {T}], a slot a token"
         raise ValueError(must("write_slots", expected, shape_of(write)))
     if accepted is not None:
         if has_window and type(call.window.max_tokens) is not int:
@@ -206,7 +259,7 @@ def _check_drafts(call: LayerCall, N: int, T: int) -> None:
         return
     if write is None or write.dim() != 2:
         found = "None" if write is None else shape_of(write)
-        expected = f"have shape [{N}, {T}], a slot a token, with parents"
+        expected = f"have shape [{B}, {T}], a slot a token, with parents"
         raise ValueError(must("write_slots", expected, found))
 
 
@@ -309,20 +362,30 @@ def check_contents(p: LayerProblem, call: LayerCall) -> None:
     if p.device.type != "cpu":
         return
     x = call.inputs
-    if p.has_window or _has_drafts(x):
+    if p.has_window or _needs_parts(x):
         check_step(mixed_qkv=x.mixed_qkv, **step_arguments(call))
-    if _has_drafts(x):
+    if _needs_parts(x):
         if p.W > 0:
             given = {"has_initial_state": None, "cu_seqlens": None, **conv_arguments(call)}
             args = ConvArguments(x=x.mixed_qkv, **given)
             conv_operands(validate_conv(args, STEP), args, STEP)
         _check_accepted(p, x)
+        _check_lengths(p, x)
         return
     slots = x.read_slots.tolist()
     for pool in (x.state, x.conv_state):
         if isinstance(pool, Tensor):
             check_read_in_pool(slots, pool.shape[0])
     check_once("read_slots", final_writes(slots, slots, p.last_skipped))
+
+
+def _check_lengths(p: LayerProblem, x: LayerOperands) -> None:
+    if x.cu_seqlens is None or p.has_window:
+        return
+    for n, (start, end) in enumerate(pairwise(x.cu_seqlens.tolist())):
+        if end - start > p.T:
+            expected = f"give a sequence at most max_tokens={p.T} tokens"
+            raise ValueError(must("cu_seqlens", expected, f"{end - start} for sequence {n}"))
 
 
 def _check_accepted(p: LayerProblem, x: LayerOperands) -> None:

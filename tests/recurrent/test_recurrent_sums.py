@@ -18,7 +18,7 @@ from gdn_triton._triton.tiles import UNFUSED, Tile
 from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.triton import plan
 from gdn_triton.recurrent.triton.form import RecurrentForm, recurrent_form
-from gdn_triton.recurrent.triton.sums import column_sums, products, sum_of_rows
+from gdn_triton.recurrent.triton.sums import column_sums, products, sum_of_rows, sum_of_shared_rows
 
 
 @triton.jit
@@ -111,22 +111,32 @@ def test_column_sums(rows: int, fold: int, v_first: bool, device: str) -> None:
 
 
 @triton.jit
-def sum_of_rows_kernel(x, out, ROWS: tl.constexpr, V: tl.constexpr):
+def sum_of_rows_kernel(x, out, ROWS: tl.constexpr, V: tl.constexpr, SHARED: tl.constexpr):
     i, j = tl.arange(0, ROWS), tl.arange(0, V)
     p = x + i[:, None] * V + j[None, :]
-    tl.store(out + j, tl.split(sum_of_rows(tl.join(tl.load(p), -tl.load(p))))[0])
+    both = tl.join(tl.load(p), -tl.load(p))
+    sums = sum_of_shared_rows(both) if SHARED else sum_of_rows(both)
+    tl.store(out + j, tl.split(sums)[0])
 
 
-@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize(
+    ("warps", "rows", "shared"),
+    [(1, 8, False), (4, 8, False), *itertools.product((2, 4), (4, 8, 32), (True,))],
+)
 @pytest.mark.parametrize("V", [4, 16, 64])
-def test_sum_of_rows(V: int, warps: int, device: str) -> None:
-    """The order of the additions is that of the function's text in every register layout."""
-    x = torch.randn(8, V).to(device)
-    out = torch.empty(V, device=device)
-    sum_of_rows_kernel[(1,)](x, out, 8, V, num_warps=warps, **UNFUSED)
-    pairs = x[0::2] + x[1::2]
-    pairs = pairs[:2] + pairs[2:]
-    assert same_bits(out, pairs[0] + pairs[1])
+def test_sum_of_rows(V: int, warps: int, rows: int, shared: bool, device: str) -> None:
+    """The order of the additions is that of the function's text in every register layout.
+    An infinity stays in its column."""
+    x = torch.randn(rows, V)
+    x[2, 2] = torch.inf
+    if device != "cpu":
+        x[:, 1] = -0.0  # The sums of Triton's interpreter begin with 0.
+    x, out = x.to(device), torch.empty(V, device=device)
+    sum_of_rows_kernel[(1,)](x, out, rows, V, shared, num_warps=warps, **UNFUSED)
+    sums = x[0::2] + x[1::2]
+    while len(sums) > 1:
+        sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+    assert same_bits(out, sums[0])
 
 
 # Bytes of all states of a call: a few, more, those that fit the cache, and still more.

@@ -28,6 +28,8 @@ CASES = [
     Case(H=1, HV=4, K=32, V=40, W=3, dtype=FP16, pool=FP16, bias=True),
     Case(H=1, HV=1, K=64, V=64, dtype=FP16, v_first=False, conv_pool=FP32),
     Case(H=1, HV=3, K=64, V=144, dtype=FP16, pool=FP16, v_first=False),
+    Case(H=1, HV=2, K=128, V=40, v_first=False),
+    Case(H=1, HV=2, K=200, V=8, dtype=FP16, pool=FP16, v_first=False),
 ]
 REAL = [
     Case(H=H, HV=HV, K=128, V=128, N=N, dtype=BF16, pool=pool, v_first=v_first)
@@ -42,9 +44,7 @@ ON_GPU = pytest.mark.gpu("bf16, and batches of all forms")
 def test_bits_of_the_parts(case: Case, device: str) -> None:
     """Both pools, and o where there is no norm; with one y is within the order of a sum."""
     x = case.arguments(device)
-    # The parts run for narrow key-first states; explain says so by the name of the reference.
-    chosen = "triton" if case.v_first or case.pool.itemsize == 4 else "reference"
-    assert gdn_triton.explain_call(layer_step, **x).chosen == chosen
+    assert gdn_triton.explain_call(layer_step, **x).chosen == "triton"
     plain, parts = copied(without(x, *NORM)), copied(x)
     expected = in_a_row(parts, norm=False)
     o = layer_step(**plain)

@@ -300,6 +300,18 @@ def make_layer_tree(batch: Batch) -> dict[str, Any]:
     return {**x, "counters": x["counters"].repeat(2, 1)}
 
 
+def make_layer_packed(batch: Batch) -> dict[str, Any]:
+    """Sequences of at most two tokens, in one launch."""
+    x = {"mixed_qkv": torch.randn(*batch.lead, D), **logits(batch), **batch.packed()}
+    x |= {"state": torch.randn(7, HV, V, K), "state_v_first": True}
+    x |= {"conv_state": torch.randn(7, D, W - 1), "conv_weight": torch.randn(D, W)}
+    x |= {"gate": torch.randn(*batch.lead, HV, V), "norm_weight": torch.randn(V)}
+    x |= {"read_slots": slots(batch)["read_slots"], "out": torch.zeros(*batch.lead, HV, V)}
+    if batch.offsets is not None:
+        x["max_tokens"] = 2
+    return {**x, "counters": torch.zeros(7, H, dtype=torch.int32)}
+
+
 def make_conv(batch: Batch) -> dict[str, Any]:
     x = {"x": torch.randn(*batch.lead, D), "weight": torch.randn(D, W), "bias": torch.randn(D)}
     return {**x, **batch.packed()}

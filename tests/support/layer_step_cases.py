@@ -77,7 +77,9 @@ def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
     """The public functions one after the other, without what makes skipped rows 0 after a norm."""
     mixed, slots = x["mixed_qkv"], x["read_slots"]
     write, accepted = x.get("write_slots"), x.get("num_accepted_tokens")
-    drafts = {name: x[name] for name in ("num_accepted_tokens", "parents") if name in x}
+    drafts = {
+        name: x[name] for name in ("num_accepted_tokens", "parents", "cu_seqlens") if name in x
+    }
     if x.get("conv_weight") is not None:
         mixed = causal_conv1d_update(
             mixed,
@@ -100,6 +102,7 @@ def in_a_row(x: dict[str, Any], norm: bool = True) -> Tensor:
         write,
         num_accepted_tokens=accepted,
         parents=x.get("parents"),
+        cu_seqlens=x.get("cu_seqlens"),
         mixed_qkv=mixed,
         **gates,
         **rest,

@@ -1,9 +1,17 @@
 """The launches of a layer's step, for compile_targets.py."""
 
 import itertools
+from typing import Any
 
 import torch
 from target_calls import BF16, Shape
+
+
+def packed(x: Any) -> Any:
+    """The operands of sequences of 2 and of 3 tokens, of 6 rows."""
+    of_tokens = {name: getattr(x, name) for name in ("mixed_qkv", "a", "b", "gate")}
+    rows = {name: None if y is None else y.flatten(0, 1) for name, y in of_tokens.items()}
+    return x._replace(**rows, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
 
 
 def run_layer_step(shape: Shape) -> None:
@@ -65,6 +73,7 @@ def run_layer_step(shape: Shape) -> None:
             wide = torch.empty(N, D, W + 1, dtype=shape.dtype)
             drafts = tokens._replace(conv_state=wide, num_accepted_tokens=positions + 1)
             calls.append(LayerCall(drafts, options, records, positions))
+            calls.append(LayerCall(packed(drafts), options, records, positions))
             drafts = drafts._replace(
                 state=operands.state.repeat(3, 1, 1, 1),
                 conv_state=wide.repeat(3, 1, 1),
@@ -72,6 +81,7 @@ def run_layer_step(shape: Shape) -> None:
                 counters=counters.repeat(3, 1),
             )
             calls.append(LayerCall(drafts, options))
+            calls.append(LayerCall(packed(drafts), options._replace(max_tokens=3)))
             tree = drafts._replace(
                 conv_state=operands.conv_state.repeat(4, 1, 1),
                 state=operands.state.repeat(4, 1, 1, 1),
@@ -82,6 +92,8 @@ def run_layer_step(shape: Shape) -> None:
                 counters=counters.repeat(4, 1),
             )
             calls.append(LayerCall(tree, options))
+            last = packed(tree)._replace(write_slots=None, parents=None)
+            calls.append(LayerCall(last, options._replace(max_tokens=3)))
         for call in calls:
             problem = validate_layer(call)
             if kernel_refusal(problem) is None:
@@ -93,5 +105,5 @@ def run_layer_step(shape: Shape) -> None:
                 elif problem.T > 1:
                     tokens_plan.plan(problem, call)(call)
                 if problem.T > 1 and problem.has_norm:
-                    o = torch.empty(N, problem.T, HV, V).to(BF16)
+                    o = torch.empty(*call.inputs.mixed_qkv.shape[:-1], HV, V).to(BF16)
                     plan_norm(problem, call.inputs)(call.inputs, o)

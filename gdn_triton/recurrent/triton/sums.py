@@ -70,11 +70,11 @@ def pieces_of(x, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
 @triton.jit
 def column_sums(
     tiles, FIRST: tl.constexpr, q, k, ROWS: tl.constexpr, FOLD: tl.constexpr,
-    STATE_V_FIRST: tl.constexpr
+    STATE_V_FIRST: tl.constexpr, SHARED: tl.constexpr = False
 ):  # fmt: skip
     """Returns S^T q and S^T k, where S is the ROWS tiles from tile FIRST on, and q and k come in as
     many pieces. A thread first adds its own rows with fused multiply-adds in the order written
-    here. Then threads share their sums."""
+    here. Then threads share their sums. SHARED: so do warps, which changes no bit."""
     sum_q, sum_k = 0.0, 0.0
     for i in tl.static_range(ROWS):
         b_h = tiles[FIRST + i].to(tl.float32)
@@ -90,7 +90,8 @@ def column_sums(
                 sum_k = tl.fma(h[j], k_pieces[j], sum_k)
     if STATE_V_FIRST:
         return tl.sum(sum_q, 0), tl.sum(sum_k, 0)
-    return tl.split(sum_of_rows(tl.join(sum_q, sum_k)))
+    sums = tl.join(sum_q, sum_k)
+    return tl.split(sum_of_shared_rows(sums) if SHARED else sum_of_rows(sums))
 
 
 @triton.jit
@@ -105,4 +106,22 @@ def sum_of_rows(x):
     for _ in tl.static_range(7):
         if x.shape[0] > 1:
             x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, BV, 2]), 0)
+    return tl.reshape(x, [BV, 2])
+
+
+@triton.jit
+def sum_of_shared_rows(x):
+    """Does the same as `sum_of_rows` for at least 4 rows that several warps share. There each step
+    of `sum_of_rows` is an exchange through shared memory with its barriers. Here one exchange adds
+    the pairs of the second step, each in a column of its own, and the further steps add columns,
+    which one thread has. In the column of another pair a row is -0, which changes no sum."""
+    BV: tl.constexpr = x.shape[1]
+    x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2, BV, 2]), 1)
+    PAIRS: tl.constexpr = x.shape[0] // 2
+    o_row = tl.arange(0, x.shape[0])[:, None, None, None]
+    o_pair = tl.arange(0, PAIRS)[None, None, None, :]
+    x = tl.sum(tl.where(o_row % PAIRS == o_pair, x[:, :, :, None], -0.0), 0)
+    for _ in tl.static_range(6):
+        if x.shape[2] > 1:
+            x = tl.sum(tl.reshape(x, [BV, 2, 2, x.shape[2] // 2]), 2)
     return tl.reshape(x, [BV, 2])

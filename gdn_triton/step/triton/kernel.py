@@ -30,8 +30,10 @@ from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.taps import Filter, convolved, earlier, keep, on_nvidia, taps
 from gdn_triton._triton.tiles import UNFUSED, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
+from gdn_triton.recurrent.problem import tokens_apart
 from gdn_triton.recurrent.triton.form import (
     STATES_BEYOND_CACHE,
+    RecurrentForm,
     eviction_policy,
     recurrent_form,
 )
@@ -46,18 +48,19 @@ def layer_step_kernel(
     x, a, b, A_log, dt_bias, state, slots, conv_state, conv_weight, conv_bias, gate, norm_weight, y,
     scale, stride_xn, stride_xc, stride_an, stride_ah, stride_bn, stride_bh, stride_A, stride_dt,
     stride_hn, stride_hh, stride_s, stride_cn, stride_cc, stride_cw, stride_bias, stride_zn,
-    stride_zh, stride_zv, stride_norm,
+    stride_zh, stride_zv, stride_norm, stride_on, stride_oh, stride_ov,
     stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_hk: tl.constexpr,
     stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    PREFETCH: tl.constexpr, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    PREFETCH: tl.constexpr, FOLD: tl.constexpr, SHARED: tl.constexpr, STATE_V_FIRST: tl.constexpr,
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """conv_weight None: x has been convolved. norm_weight None: y is o. A value head has PARTS
     tiles of BV columns. TILES is the power of two that holds the tiles of a key head. PREFETCH:
-    load a tile while the tile before is used. FOLD: see `RecurrentForm`."""
+    load a tile while the tile before is used. FOLD: see `RecurrentForm`. SHARED: see
+    `column_sums`."""
     pid = tl.program_id(0).to(tl.int64)
     i_n, i_h = pid // H, pid % H
     GROUP: tl.constexpr = HV // H
@@ -74,7 +77,7 @@ def layer_step_kernel(
     o_d = o_tile % PARTS * BV + o_v[:, None]
     in_d = (o_tile < GROUP * PARTS) & (o_d < V)
     c_v = 2 * H * K + i_hv * V + o_d
-    p_y = y + (i_n * HV + i_hv) * V + o_d
+    p_y = y + i_n * stride_on + i_hv * stride_oh + o_d.to(tl.int64) * stride_ov
 
     slot = tl.load(slots + i_n * stride_s).to(tl.int64)
     # These loads do not depend on the slot.
@@ -153,7 +156,7 @@ def layer_step_kernel(
         decay = tl.sum(tl.where(o_t == t, decays, 0.0), 0)
         of_v = tl.sum(tl.where(o_t == t, betas, 0.0), 0)
         b_v = tl.sum(tl.where(o_tile == t, v_bits, 0), 1).to(tl.float32, bitcast=True)
-        b_o, stored = column_sums((b_h,), 0, (b_q,), (b_k,), 1, FOLD, STATE_V_FIRST)
+        b_o, stored = column_sums((b_h,), 0, (b_q,), (b_k,), 1, FOLD, STATE_V_FIRST, SHARED)
         b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
         b_v = (b_v - stored) * of_k
         b_v *= of_v
@@ -181,6 +184,25 @@ class LayerForm(NamedTuple):
     fold: int
 
 
+def wide_form(p: LayerProblem, one_token: bool = True) -> RecurrentForm:
+    """Returns the form of the step alone for many states. The bytes of all states change no bit,
+    and the kernels of a layer do not choose their form by them. With more bytes the programs of a
+    step would have tiles of four times the columns."""
+    return recurrent_form(
+        p.K,
+        p.V,
+        p.state_v_first,
+        p.state_dtype.itemsize,
+        one_token=one_token,
+        state_bytes=STATES_BEYOND_CACHE - 1,
+    )
+
+
+def shares_rows(p: LayerProblem, warps: int) -> bool:
+    """Returns whether the warps of a program share the rows of a column."""
+    return not p.state_v_first and warps > 1
+
+
 # The warps of a program in a batch whose programs all run at once, and in a larger batch.
 FEW_WARPS, MANY_WARPS = 8, 4
 # Below this number of programs the registers of a prefetched float32 tile cost more time than
@@ -197,10 +219,7 @@ def layer_form(p: LayerProblem) -> LayerForm:
     program per multiprocessor with float32 states and two with 16-bit states. With more programs,
     tiles of half a head are faster: more programs fit a multiprocessor, and some load while others
     compute."""
-    itemsize = p.state_dtype.itemsize
-    # The bytes of all states change no bit, and this kernel does not choose its form by them. With
-    # more bytes the programs of a step would have tiles of four times the columns.
-    form = recurrent_form(p.K, p.V, p.state_v_first, itemsize, state_bytes=STATES_BEYOND_CACHE - 1)
+    form = wide_form(p)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
     programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
     if p.state_v_first:
@@ -268,6 +287,7 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
         **named("bias", strides(x.conv_bias, 1)),
         **named("zn zh zv", strides(x.gate, 3)),
         **named("norm", strides(x.norm_weight, 1)),
+        **named("on oh ov", strides(x.out, 3)),
         H=p.H,
         HV=p.HV,
         K=p.K,
@@ -279,6 +299,7 @@ def make_launch(p: LayerProblem, x: LayerOperands) -> Launch:
         TILES=form.tiles,
         PREFETCH=form.prefetch,
         FOLD=form.fold,
+        SHARED=shares_rows(p, form.warps),
         STATE_V_FIRST=p.state_v_first,
         RCP_LN2=RCP_LN2,
         EPS=L2NORM_EPS,
@@ -307,37 +328,46 @@ def one_token(x: LayerOperands) -> LayerOperands:
         a=x.a[:, 0],
         b=x.b[:, 0],
         gate=None if x.gate is None else x.gate[:, 0],
+        out=None if x.out is None else x.out[:, 0],
     )
 
 
-def with_tokens(x: Tensor, dims: int) -> Tensor:
-    """Returns x with a dimension for tokens. dims: the dimensions after it."""
-    return x if x.dim() == dims + 2 else x.unsqueeze(1)
+def all_tokens(p: LayerProblem, x: LayerOperands) -> LayerOperands:
+    """Returns the operands with dimensions for rows and for tokens."""
 
+    def apart(y: Tensor, dims: int) -> Tensor:
+        return tokens_apart(y, dims, p.is_packed)
 
-def all_tokens(x: LayerOperands) -> LayerOperands:
-    """Returns the operands with a dimension for tokens."""
     return x._replace(
-        mixed_qkv=with_tokens(x.mixed_qkv, 1),
-        a=with_tokens(x.a, 1),
-        b=with_tokens(x.b, 1),
-        gate=None if x.gate is None else with_tokens(x.gate, 2),
+        mixed_qkv=apart(x.mixed_qkv, 1),
+        a=apart(x.a, 1),
+        b=apart(x.b, 1),
+        gate=None if x.gate is None else apart(x.gate, 2),
+        out=None if x.out is None else apart(x.out, 2),
     )
+
+
+def output(p: LayerProblem, x: LayerOperands) -> Tensor:
+    """Returns the tensor to which y is written."""
+    if x.out is not None:
+        return x.out
+    shape = (*x.mixed_qkv.shape[:-1], p.HV, p.V)
+    return torch.empty(shape, dtype=p.dtype, device=p.device)
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
     """Returns a function that runs all calls that differ from this one only in contents and
     addresses."""
     p = problem
-    launch = make_launch(p, one_token(call.inputs))
-    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
+    x = call.inputs._replace(out=output(p, call.inputs))
+    launch = make_launch(p, one_token(x))
 
     def run(given: LayerCall) -> Tensor:
         x = given.inputs
-        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        y = output(p, x)
         if p.N == 0:
             return y
-        count_writes(x.state, x.conv_state)
+        count_writes(x.state, x.conv_state, x.out)
         with on_device(p.device):
             launch(
                 (p.N * p.H, 1, 1),

@@ -16,15 +16,17 @@ from gdn_triton.recurrent.triton.layer import head_norms, is_last
 
 @triton.jit
 def start_slot(
-    p_slot, num_accepted_tokens, i_n, stride_sc, stride_n, S: tl.constexpr,
+    p_slot, num_accepted_tokens, i_n, known, stride_sc, stride_n, S: tl.constexpr,
     LAST_SKIPPED: tl.constexpr
 ):  # fmt: skip
     """Returns the slot of the state from which sequence i_n starts. p_slot: its first of S slots,
-    or its slot without num_accepted_tokens. A number that is not in 1 to S gives padding."""
+    or its slot without num_accepted_tokens. known: whether there is such a sequence; otherwise, and
+    for a number that is not in 1 to S, the slot is padding."""
     if num_accepted_tokens is None:
-        slot = tl.load(p_slot)
+        slot = tl.load(p_slot, mask=known, other=LAST_SKIPPED)
     else:
-        column = tl.load(num_accepted_tokens + i_n * stride_n).to(tl.int64) - 1
+        p_accepted = num_accepted_tokens + i_n * stride_n
+        column = tl.load(p_accepted, mask=known, other=0).to(tl.int64) - 1
         known = (column >= 0) & (column < S)
         slot = tl.load(p_slot + column * stride_sc, mask=known, other=LAST_SKIPPED)
     return slot.to(tl.int64)
@@ -199,7 +201,7 @@ def finish_tokens(
             o_x = tl.arange(0, GROUP_BLOCK * BT)[None, :]
             o_t, o_g = (o_x // GROUP_BLOCK).to(tl.int64), (o_x % GROUP_BLOCK).to(tl.int64)
             in_d = (o_d < V) & (o_g < GROUP) & (o_t < n_tokens)
-            p_y = p_o + o_t * stride_ot + o_g * stride_oh + o_d * stride_ov
+            p_y = p_o + o_t * stride_ot + o_g * stride_oh + o_d.to(tl.int64) * stride_ov
             # Other programs have written o, so bypass the first cache, which may hold an old line.
             b_y = tl.load(p_y, mask=in_d, other=0, cache_modifier=".cg")
             p_z = p_gate + o_t * stride_zt + o_g * stride_zh + o_d.to(tl.int64) * stride_zv

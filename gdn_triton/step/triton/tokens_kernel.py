@@ -64,18 +64,19 @@ def products_of_rows(b_q, b_k):
     return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "ROWS"])
 def layer_tokens_kernel(
     x, a, b, A_log, dt_bias, state, slots, conv_state, conv_weight, conv_bias, gate, norm_weight, y,
-    tickets, num_accepted_tokens, write_slots, parents, rows, factors, scale, stride_xn, stride_xt,
-    stride_xc, stride_an, stride_at, stride_ah, stride_bn, stride_bt, stride_bh, stride_A,
-    stride_dt, stride_hn, stride_hh, stride_s, stride_sc, stride_acc, stride_wb, stride_wt,
-    stride_pb, stride_pt, stride_cn, stride_cc, stride_cw, stride_bias, stride_zn, stride_zt,
-    stride_zh, stride_zv, stride_norm, stride_wc: tl.constexpr, stride_ww: tl.constexpr,
+    tickets, num_accepted_tokens, write_slots, parents, cu_seqlens, rows, factors, N, ROWS, scale,
+    stride_xn, stride_xt, stride_xc, stride_an, stride_at, stride_ah, stride_bn, stride_bt,
+    stride_bh, stride_A, stride_dt, stride_hn, stride_hh, stride_s, stride_sc, stride_acc,
+    stride_wb, stride_wt, stride_pb, stride_pt, stride_seq, stride_ob, stride_ot, stride_oh,
+    stride_ov, stride_cn, stride_cc, stride_cw, stride_bias, stride_zn, stride_zt, stride_zh,
+    stride_zv, stride_norm, stride_wc: tl.constexpr, stride_ww: tl.constexpr,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr,
+    V_BLOCK: tl.constexpr, FOLD: tl.constexpr, SHARED: tl.constexpr, STATE_V_FIRST: tl.constexpr,
     RCP_LN2: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, USE_QK_L2NORM: tl.constexpr,
     BETA_FACTOR: tl.constexpr, LAST_SKIPPED: tl.constexpr, SILU: tl.constexpr,
     NORM_EPS: tl.constexpr, SIGMOID: tl.constexpr, NVIDIA: tl.constexpr, POLICY: tl.constexpr,
@@ -85,8 +86,9 @@ def layer_tokens_kernel(
     [programs, BT, 2 * BK + BV] and factors [programs, BT, 8] are memory of the programs. S: the
     columns of slots, with num_accepted_tokens; otherwise 0. write_slots [N, T] with or without
     parents [N, T]: every token is a node of a tree, and no read slot is written, except that of a
-    state by its first node. FOLD: see `RecurrentForm`. DEPENDENT: see
-    `dependent_launch`."""
+    state by its first node. cu_seqlens: the ROWS tokens of all sequences are packed, at most T of
+    each sequence, and program N of a part writes zeros to the rows after the last sequence. FOLD:
+    see `RecurrentForm`. SHARED: see `column_sums`. DEPENDENT: see `dependent_launch`."""
     pid = tl.program_id(0).to(tl.int64)
     V_BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -97,20 +99,26 @@ def layer_tokens_kernel(
     i_h = i_hv // GROUP
     o_k, o_c, o_t = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BT)
     o_v = i_v * BV + o_c
-    in_k, in_v, in_t = o_k < K, o_v < V, o_t < T
+    in_k, in_v = o_k < K, o_v < V
     c_q = i_h * K + o_k
     c_k, c_v = c_q + H * K, 2 * H * K + i_hv * V + o_v
-    p_x = x + i_n * stride_xn
-    p_y = y + i_n * (T * HV * V) + i_hv * V + o_v
     if DEPENDENT:
         gdc_wait()
+    i_b, row, n_tokens, known = i_n, i_n * 0, T, True
+    if cu_seqlens is not None:
+        known = i_n < N
+        p_end = cu_seqlens + (i_n + 1) * stride_seq
+        i_b, row = i_n * 0, tl.load(p_end - stride_seq).to(tl.int64)
+        n_tokens = (tl.load(p_end, mask=known, other=ROWS).to(tl.int64) - row).to(tl.int32)
+    p_x = x + i_b * stride_xn + row * stride_xt
+    p_y = y + i_b * stride_ob + row * stride_ot + i_hv * stride_oh + o_v.to(tl.int64) * stride_ov
     p_slot = slots + i_n * stride_s
-    slot = start_slot(p_slot, num_accepted_tokens, i_n, stride_sc, stride_acc, S, LAST_SKIPPED)
-    wide_t = o_t.to(tl.int64)
-    b_g = tl.load(a + i_n * stride_an + wide_t * stride_at + i_hv * stride_ah, mask=in_t, other=0)
-    b_beta = tl.load(
-        b + i_n * stride_bn + wide_t * stride_bt + i_hv * stride_bh, mask=in_t, other=0
-    )
+    slot = start_slot(p_slot, num_accepted_tokens, i_n, known, stride_sc, stride_acc, S,
+                      LAST_SKIPPED)  # fmt: skip
+    in_t, wide_t = o_t < n_tokens, o_t.to(tl.int64)
+    p_a = a + i_b * stride_an + (row + wide_t) * stride_at + i_hv * stride_ah
+    p_b = b + i_b * stride_bn + (row + wide_t) * stride_bt + i_hv * stride_bh
+    b_g, b_beta = tl.load(p_a, mask=in_t, other=0), tl.load(p_b, mask=in_t, other=0)
     b_A, bias = tl.load(A_log + i_hv * stride_A).to(tl.float32), 0.0
     if dt_bias is not None:
         bias = tl.load(dt_bias + i_hv * stride_dt).to(tl.float32)
@@ -120,12 +128,13 @@ def layer_tokens_kernel(
         w_k, bias_k = taps(f, c_k, in_k, W, True)
         w_v, bias_v = taps(f, c_v, in_v, W, True)
     if not NODES or conv_weight is None:
-        x_q = own_rows(p_x, c_q, in_k, T, stride_xt, stride_xc, 0, BT, W)
-        x_k = own_rows(p_x, c_k, in_k, T, stride_xt, stride_xc, 0, BT, W)
-        x_v = own_rows(p_x, c_v, in_v, T, stride_xt, stride_xc, 0, BT, W)
-    if slot <= LAST_SKIPPED:
-        for t in tl.static_range(T):
-            tl.store(p_y + t * (HV * V), tl.zeros([BV], dtype=y.dtype.element_ty), mask=in_v)
+        x_q = own_rows(p_x, c_q, in_k, n_tokens, stride_xt, stride_xc, 0, BT, W)
+        x_k = own_rows(p_x, c_k, in_k, n_tokens, stride_xt, stride_xc, 0, BT, W)
+        x_v = own_rows(p_x, c_v, in_v, n_tokens, stride_xt, stride_xc, 0, BT, W)
+    if (slot <= LAST_SKIPPED) | (n_tokens <= 0):
+        for _ in range(0, n_tokens):
+            tl.store(p_y, tl.zeros([BV], dtype=y.dtype.element_ty), mask=in_v)
+            p_y += stride_ot
         return
 
     p_head = state + i_hv * stride_hh + o_k[:, None] * stride_hk + o_v[None, :] * stride_hv
@@ -137,17 +146,17 @@ def layer_tokens_kernel(
     in_tile = in_k[:, None] & in_v[None, :]
     p_parent, p_write, p_conv = None, None, None
     if NODES:
-        p_write = write_slots + i_n * stride_wb
+        p_write = write_slots + i_b * stride_wb + row * stride_wt
         if parents is not None:
-            p_parent = parents + i_n * stride_pb
+            p_parent = parents + i_b * stride_pb + row * stride_pt
     if conv_weight is not None and NODES:
-        p_own = conv_state + slot * stride_cn
-        x_q = node_rows(p_x, p_own, p_parent, c_q, in_k, T, stride_xt, stride_xc, stride_cc,
-                        stride_cw, stride_pt, BT, W)  # fmt: skip
-        x_k = node_rows(p_x, p_own, p_parent, c_k, in_k, T, stride_xt, stride_xc, stride_cc,
-                        stride_cw, stride_pt, BT, W)  # fmt: skip
-        x_v = node_rows(p_x, p_own, p_parent, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
-                        stride_cw, stride_pt, BT, W)  # fmt: skip
+        p_old = conv_state + slot * stride_cn
+        x_q = node_rows(p_x, p_old, p_parent, c_q, in_k, n_tokens, stride_xt, stride_xc,
+                        stride_cc, stride_cw, stride_pt, BT, W)  # fmt: skip
+        x_k = node_rows(p_x, p_old, p_parent, c_k, in_k, n_tokens, stride_xt, stride_xc,
+                        stride_cc, stride_cw, stride_pt, BT, W)  # fmt: skip
+        x_v = node_rows(p_x, p_old, p_parent, c_v, in_v, n_tokens, stride_xt, stride_xc,
+                        stride_cc, stride_cw, stride_pt, BT, W)  # fmt: skip
     elif conv_weight is not None:
         p_conv = conv_state + conv_slot * stride_cn
         p_old = p_conv + first * tl.cast(stride_cw, tl.int64)
@@ -157,7 +166,7 @@ def layer_tokens_kernel(
         if S > 0:
             columns = first_columns(p_old, c_v, in_v, stride_cc, stride_cw, W)
         else:
-            columns = last_tokens(p_x, p_conv, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
+            columns = last_tokens(p_x, p_conv, c_v, in_v, n_tokens, stride_xt, stride_xc, stride_cc,
                                   stride_cw, W)  # fmt: skip
     tile = tl.load(p_tile, mask=in_tile, other=0, eviction_policy=POLICY)
     # The loads precede the first use of a loaded number, because a program issues its instructions
@@ -218,47 +227,58 @@ def layer_tokens_kernel(
             of_token += (tl.load(p_factor + t * 8 + i),)
     if conv_weight is not None and not NODES:
         if S > 0:
-            keep_drafts(p_x, p_conv, columns, c_v, in_v, T, stride_xt, stride_xc, stride_cc,
+            keep_drafts(p_x, p_conv, columns, c_v, in_v, n_tokens, stride_xt, stride_xc, stride_cc,
                         stride_cw, S, BT, W)  # fmt: skip
         else:
             keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
 
     for t in tl.static_range(T):
+        # A sequence of fewer than T tokens computes the others, and stores nothing of them.
+        in_row, is_token = in_v, True
+        if cu_seqlens is not None:
+            is_token = t < n_tokens
+            in_row = o_v < tl.where(is_token, V, 0)
         if parents is not None and t > 0:
-            parent = tl.load(p_parent + t * tl.cast(stride_pt, tl.int64)).to(tl.int32)
+            p_own = p_parent + t * tl.cast(stride_pt, tl.int64)
+            parent = tl.load(p_own, mask=is_token, other=t - 1).to(tl.int32)
             p_above = p_write + parent * tl.cast(stride_wt, tl.int64)
             tiles = tiles_of_parent((tile,), p_head, p_above, slot, parent, t, stride_hn, o_k, o_v,
                                     stride_hk, stride_hv, K, V, 1, 1, LAST_SKIPPED)  # fmt: skip
             tile = tiles[0]
         b_k = token_k[t].to(tl.float32)
         b_o, stored = column_sums((tile,), 0, (token_q[t].to(tl.float32),), (b_k,), 1, FOLD,
-                                  STATE_V_FIRST)  # fmt: skip
+                                  STATE_V_FIRST, SHARED)  # fmt: skip
         b_o, stored = b_o * of_token[6 * t], stored * of_token[6 * t + 1]
         b_v = (token_v[t].to(tl.float32) - stored) * of_token[6 * t + 2]
         b_v *= of_token[6 * t + 3]
         b_o = tl.fma(b_v, of_token[6 * t + 4], b_o)
-        tl.store(p_y + t * (HV * V), b_o.to(y.dtype.element_ty), mask=in_v)
+        p_o = p_y + t * tl.cast(stride_ot, tl.int64)
+        tl.store(p_o, b_o.to(y.dtype.element_ty), mask=in_row)
         # Round the state between two tokens as a store would.
         kept = tl.fma(tile.to(tl.float32), of_token[6 * t + 5], b_k[:, None] * b_v[None, :])
-        tile = kept.to(KEPT)
+        if cu_seqlens is None or NODES or S > 0:
+            tile = kept.to(KEPT)
+        else:
+            tile = tl.where(is_token, kept.to(KEPT), tile)
         if NODES or t < S:
             if NODES:
                 p_kept = p_write + t * tl.cast(stride_wt, tl.int64)
             else:
                 p_kept = p_slot + t * tl.cast(stride_sc, tl.int64)
-            kept_slot = tl.load(p_kept).to(tl.int64)
+            kept_slot = tl.load(p_kept, mask=is_token, other=LAST_SKIPPED).to(tl.int64)
             in_slot = in_k[:, None] & (o_v < tl.where(kept_slot > LAST_SKIPPED, V, 0))[None, :]
             tl.store(p_head + kept_slot * stride_hn, tile, mask=in_slot, eviction_policy=POLICY)
     if S == 0 and not NODES:
         tl.store(p_tile, tile, mask=in_tile, eviction_policy=POLICY)
     p_gate = None
     if norm_weight is not None:
-        p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+        p_gate = gate + i_b * stride_zn + row * stride_zt + i_h * GROUP * stride_zh
     # Several sequences may read a slot that none of them writes.
     i_ticket = i_n if NODES else conv_slot
     finish_tokens(
-        tickets + i_ticket * H + i_h, y + (i_n * (T * HV) + i_h * GROUP) * V, p_x, p_conv, p_gate,
-        norm_weight, i_h, T, first, HV * V, V, 1, stride_xt, stride_xc, stride_cc, stride_cw,
-        stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, BT,
-        GROUP_BLOCK, V_BLOCK, W, S, NORM_EPS, SIGMOID
+        tickets + i_ticket * H + i_h,
+        y + i_b * stride_ob + row * stride_ot + i_h * GROUP * stride_oh, p_x, p_conv, p_gate,
+        norm_weight, i_h, n_tokens, first, stride_ot, stride_oh, stride_ov, stride_xt, stride_xc,
+        stride_cc, stride_cw, stride_zt, stride_zh, stride_zv, stride_norm, GROUP * V_BLOCKS,
+        GROUP, H, K, V, BK, BT, GROUP_BLOCK, V_BLOCK, W, S, NORM_EPS, SIGMOID
     )  # fmt: skip

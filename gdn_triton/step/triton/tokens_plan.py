@@ -17,7 +17,15 @@ from gdn_triton.recurrent.problem import Operands, RecurrentProblem, views
 from gdn_triton.recurrent.triton.form import eviction_policy, recurrent_form
 from gdn_triton.recurrent.triton.window_plan import launch_arguments, step_grid
 from gdn_triton.step.problem import LayerCall, LayerOperands, LayerProblem
-from gdn_triton.step.triton.kernel import all_tokens, parts_arguments, slot_strides, strides
+from gdn_triton.step.triton.kernel import (
+    all_tokens,
+    output,
+    parts_arguments,
+    shares_rows,
+    slot_strides,
+    strides,
+    wide_form,
+)
 from gdn_triton.step.triton.tokens_kernel import layer_tokens_kernel
 from gdn_triton.step.triton.window_tokens import layer_window_kernel
 
@@ -31,15 +39,26 @@ class TokensForm(NamedTuple):
     fold: int
 
 
-# The most warps of a program.
-MOST_WARPS = 8
+# The most warps of a program with value-first states, and the warps with key-first states of 16
+# bits, where one warp would spill.
+MOST_WARPS, NARROW_WARPS = 8, 4
+# The largest K with key-first states, whose programs have a whole column.
+MOST_COLUMN = 128
 # The options of a launch that are no arguments of its kernel.
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", *UNFUSED)
 
 
 def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
-    """Returns the form, derived from `recurrent_form`. A warp computes the sums over K of its own
-    columns, so warps share the columns and change no bit."""
+    """Returns the form, derived from `recurrent_form`. With value-first states a warp computes the
+    sums over K of its own columns, so warps share the columns and change no bit."""
+    if not p.state_v_first:
+        narrow = p.state_dtype.itemsize == 2
+        # With one token a program of the step has narrow states in tiles of four times the columns.
+        form = wide_form(p, one_token=not narrow)
+        warps = NARROW_WARPS if narrow else form.tile.num_warps
+        # The rows of the step's tiles are one tile here, whose pieces are added in the same order.
+        fold = form.fold + form.rows.bit_length() - 1
+        return TokensForm(form.tile.BK, form.tile.BV, warps, fold)
     form = recurrent_form(p.K, p.V, True, p.state_dtype.itemsize)
     BV = form.tile.BV
     warps = min(warps, max(1, triton.next_power_of_2(p.V) // BV))
@@ -48,8 +67,9 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
 
 # The largest number of programs in one launch, by the bytes of an element of the states. Measured
 # on an H100 and an H200 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.97 of the time of
-# three launches, with num_accepted_tokens 0.72 to 0.92, and trees 0.67 to 0.86. With 512 programs
-# most calls take more, because every program repeats the convolution of q and k.
+# three launches, with num_accepted_tokens 0.72 to 0.92, and trees 0.67 to 0.86; key-first drafts
+# 0.84 to 0.97, and packed ones of 1 to 4 tokens 0.72 to 0.82. With 512 programs most calls take
+# more, because every program repeats the convolution of q and k.
 MOST_PROGRAMS = {4: 256, 2: 256}
 # The same with num_accepted_tokens, or for trees, of more than FEW_TOKENS tokens: 0.71 to 0.91 with
 # 8 tokens, and up to 1.14 with twice as many programs, of which one fits a multiprocessor.
@@ -57,8 +77,9 @@ MOST_DRAFTS = {4: 128, 2: 128}
 FEW_TOKENS = 4
 # The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.77 of its time with
 # float32 states and 0.67 to 0.77 with bfloat16 states; with twice as many programs 0.85 to 1.26.
+# Key-first float32 states take 0.73 to 0.83, and bfloat16 states 0.76 to 0.85 of three functions.
 MOST_ONE_TOKEN = {4: 256, 2: 256}
-# The largest numbers of tokens and of programs with a window: 0.90 to 0.99 of the time of three
+# The largest numbers of tokens and of programs with a window: 0.87 to 0.99 of the time of three
 # launches. Twice as many programs take 1.0 to 1.25; 8 tokens, or 4 with bfloat16 states, take 0.94
 # to 1.15.
 MOST_WINDOW_PROGRAMS = {4: (4, 256), 2: (2, 512)}
@@ -68,10 +89,16 @@ MOST_WINDOW_PROGRAMS = {4: (4, 256), 2: (2, 512)}
 ALIGNED = 16
 
 
+def grid_size(p: LayerProblem, BV: int) -> int:
+    """Returns the number of programs of BV columns. A packed call has programs for the rows after
+    the last sequence."""
+    return -(-p.V // BV) * (p.N + p.is_packed) * p.HV
+
+
 def runs_at_once(p: LayerProblem) -> bool:
     """Returns whether a call without a window runs `layer_tokens_kernel`."""
     has_parts = p.W > 0 or p.has_norm
-    if not has_parts or not p.has_tickets or not p.state_v_first:
+    if not has_parts or not p.has_tickets or not (p.state_v_first or p.K <= MOST_COLUMN):
         return False
     if p.has_write_slots and not (p.every_token and p.N <= p.slots):
         return False
@@ -80,17 +107,19 @@ def runs_at_once(p: LayerProblem) -> bool:
         most = MOST_DRAFTS
     elif p.T == 1 and not has_drafts:
         most = MOST_ONE_TOKEN
-    programs = -(-p.V // tokens_form(p).BV) * p.N * p.HV
+    programs = grid_size(p, tokens_form(p).BV)
     return programs <= most.get(p.state_dtype.itemsize, 0)
 
 
 def window_runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
     """Returns whether a call of several tokens with a window runs `layer_window_kernel`. rule: the
     step of the recurrence."""
-    tokens, programs = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, (0, 0))
+    tokens, most = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, (0, 0))
     has_parts = p.W > 0 or p.has_norm
     has_rows = p.W == 0 or (p.K % ALIGNED == 0 and p.V % ALIGNED == 0)
-    few = p.T <= tokens and step_grid(rule)[0] <= programs
+    # Programs that write zeros after the last sequence of a packed call do not count.
+    programs = step_grid(rule)[0] // max(1, p.N + p.is_packed) * p.N
+    few = p.T <= tokens and programs <= most
     return has_parts and has_rows and p.has_tickets and few
 
 
@@ -109,6 +138,8 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         **named("acc", strides(x.num_accepted_tokens, 1)),
         **named("wb wt", strides(x.write_slots, 2)),
         **named("pb pt", strides(x.parents, 2)),
+        **named("seq", strides(x.cu_seqlens, 1)),
+        **named("ob ot oh ov", strides(x.out, 4)),
         **parts_arguments(p, x),
         S=p.most_accepted,
         H=p.H,
@@ -120,6 +151,7 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
         BV=form.BV,
         BT=triton.next_power_of_2(p.T),
         FOLD=form.fold,
+        SHARED=shares_rows(p, form.warps),
         STATE_V_FIRST=p.state_v_first,
         RCP_LN2=RCP_LN2,
         EPS=L2NORM_EPS,
@@ -139,28 +171,26 @@ def make_launch(p: LayerProblem, x: LayerOperands, form: TokensForm) -> Launch:
 def _registers(p: LayerProblem, form: TokensForm) -> dict[str, int]:
     """Returns the limit of registers of a thread, with which two programs of 8 warps fit a
     multiprocessor. No register is spilled with up to 4 tokens of 2 bytes."""
-    limited = (
-        p.T <= FEW_TOKENS and form.BK <= 128 and p.dtype.itemsize == 2 and compiler() == "cuda"
-    )
-    return {"maxnreg": 128} if limited else {}
+    limited = p.T <= FEW_TOKENS and form.BK <= 128 and p.dtype.itemsize == 2
+    return {"maxnreg": 128} if limited and p.state_v_first and compiler() == "cuda" else {}
 
 
 def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor]:
     """Returns a function that runs all calls that differ from this one only in contents and
     addresses."""
     p, form = problem, tokens_form(problem)
-    launch = make_launch(p, all_tokens(call.inputs), form)
-    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
-    programs, BT = -(-p.V // form.BV) * p.N * p.HV, triton.next_power_of_2(p.T)
+    x = call.inputs._replace(out=output(p, call.inputs))
+    launch = make_launch(p, all_tokens(p, x), form)
+    programs, BT = grid_size(p, form.BV), triton.next_power_of_2(p.T)
 
     def run(given: LayerCall) -> Tensor:
         x = given.inputs
-        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        y = output(p, x)
         if programs == 0:
             return y
         rows = torch.empty(programs * BT * (2 * form.BK + form.BV), dtype=p.dtype, device=p.device)
         factors = torch.empty(programs * BT * 8, dtype=torch.float32, device=p.device)
-        count_writes(x.state, x.conv_state)
+        count_writes(x.state, x.conv_state, x.out)
         with on_device(p.device):
             launch(
                 (programs, 1, 1),
@@ -181,8 +211,11 @@ def plan(problem: LayerProblem, call: LayerCall) -> Callable[[LayerCall], Tensor
                 num_accepted_tokens=x.num_accepted_tokens,
                 write_slots=x.write_slots,
                 parents=x.parents,
+                cu_seqlens=x.cu_seqlens,
                 rows=rows,
                 factors=factors,
+                N=p.N,
+                ROWS=p.tokens,
             )
         return y
 
@@ -194,10 +227,10 @@ def plan_window(
 ) -> Callable[[LayerCall], Tensor]:
     """Does the same as `plan` for a step with a window. rule, operands: the call's step of the
     recurrence and its operands."""
-    p, x = problem, all_tokens(call.inputs)
-    shape = (*call.inputs.mixed_qkv.shape[:-1], p.HV, p.V)
-    y = torch.empty(p.N, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
-    _, step = launch_arguments(rule, views(rule, operands), y)
+    p = problem
+    x = all_tokens(p, call.inputs._replace(out=output(p, call.inputs)))
+    assert x.out is not None
+    _, step = launch_arguments(rule, views(rule, operands), x.out)
     fixed = {
         **step,
         **named("xn xt xc", strides(x.mixed_qkv, 3)),
@@ -210,19 +243,19 @@ def plan_window(
     # which few sequences do not have, and the convolution would spill.
     names = {*layer_window_kernel.arg_names, *OPTIONS}
     launch = Launch(layer_window_kernel, **{n: z for n, z in fixed.items() if n in names})
-    programs = -(-p.V // fixed["BV"]) * p.N * p.HV
+    programs = grid_size(p, fixed["BV"])
     row = fixed["ROWS"] * (2 * fixed["BK"] + fixed["BV"])
 
     def run(given: LayerCall) -> Tensor:
         x, window = given.inputs, given.window
-        y = torch.empty(shape, dtype=p.dtype, device=p.device)
+        y = output(p, x)
         if programs == 0:
             return y
         rows = None
         if p.W > 0:
             rows = torch.empty(programs * row, dtype=p.dtype, device=p.device)
         written = (window.u, window.k, window.g, window.calls)
-        count_writes(x.state, x.conv_state, *written)
+        count_writes(x.state, x.conv_state, x.out, *written)
         with on_device(p.device):
             launch(
                 (programs, 1, 1),
@@ -247,9 +280,10 @@ def plan_window(
                 norm_weight=x.norm_weight,
                 tickets=window.tickets,
                 num_accepted_tokens=x.num_accepted_tokens,
+                cu_seqlens=x.cu_seqlens,
                 rows=rows,
                 N=p.N,
-                T=p.T,
+                T=p.tokens if p.is_packed else p.T,
             )
         return y
 

@@ -36,12 +36,12 @@ def fetch_rows(p_rows, in_v, itemsize: tl.constexpr, K: tl.constexpr, BK: tl.con
 @triton.jit(do_not_specialize=["N", "T"])
 def layer_window_kernel(
     x, a, b, A_log, dt_bias, y, state, u_rows, k_rows, g_rows, call_rows, start, slots, positions,
-    conv_state, conv_weight, conv_bias, gate, norm_weight, tickets, num_accepted_tokens, rows, N, T,
-    scale,
+    conv_state, conv_weight, conv_bias, gate, norm_weight, tickets, num_accepted_tokens, cu_seqlens,
+    rows, N, T, scale,
     stride_xn, stride_xt, stride_xc, stride_gb, stride_gt, stride_gh, stride_bb, stride_bt,
     stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov, stride_hn,
-    stride_hh, stride_start, stride_s, stride_p, stride_acc, stride_cn, stride_cc, stride_cw,
-    stride_bias, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
+    stride_hh, stride_start, stride_s, stride_p, stride_c, stride_acc, stride_cn, stride_cc,
+    stride_cw, stride_bias, stride_zn, stride_zt, stride_zh, stride_zv, stride_norm,
     stride_wc: tl.constexpr, stride_ww: tl.constexpr, stride_ur: tl.constexpr,
     stride_kr: tl.constexpr, stride_gr: tl.constexpr, stride_cr: tl.constexpr,
     stride_hk: tl.constexpr, stride_hv: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
@@ -54,7 +54,7 @@ def layer_window_kernel(
     EARLY: tl.constexpr, DEPENDENT: tl.constexpr, SILU: tl.constexpr, NORM_EPS: tl.constexpr,
     SIGMOID: tl.constexpr, NVIDIA: tl.constexpr
 ):  # fmt: skip
-    """rows [programs, ROWS, 2 * BK + BV]: memory of the programs for the T tokens after the
+    """rows [programs, ROWS, 2 * BK + BV]: memory of the programs for the tokens after the
     convolution, whose last program of a key head is found by tickets [slots, H]. conv_weight None:
     x has been convolved. norm_weight None: y is o. S: the most num_accepted_tokens, 0 without. The
     other arguments are those of `window_fwd_kernel`."""
@@ -73,12 +73,18 @@ def layer_window_kernel(
     in_k, in_v = o_k < K, o_v < V
     c_q = i_h * K + o_k
     c_k, c_v = c_q + H * K, 2 * H * K + i_hv * V + o_v
-    n_tokens = i_v * 0 + T
-    p_x, p_conv = x + i_n * stride_xn, None
+    p_conv = None
     if DEPENDENT:
         gdc_wait()
-    slot = tl.load(slots + i_n * stride_s).to(tl.int64)
-    live = slot > LAST_SKIPPED
+    i_b, row, n_tokens, known = i_n, i_n * 0, i_v * 0 + T, True
+    if cu_seqlens is not None:
+        known = i_n < N
+        p_end = cu_seqlens + (i_n + 1) * stride_c
+        i_b, row = i_n * 0, tl.load(p_end - stride_c).to(tl.int64)
+        n_tokens = (tl.load(p_end, mask=known, other=T).to(tl.int64) - row).to(tl.int32)
+    p_x = x + i_b * stride_xn + row * stride_xt
+    slot = tl.load(slots + i_n * stride_s, mask=known, other=LAST_SKIPPED).to(tl.int64)
+    live = (slot > LAST_SKIPPED) & (n_tokens > 0)
     p_row, first_column = None, 0
     if conv_weight is not None:
         p_row = rows + pid * (ROWS * WIDTH)
@@ -92,7 +98,8 @@ def layer_window_kernel(
         w_v, bias_v = taps(f, c_v, in_v, W, True)
         p_conv = conv_state + slot * stride_cn
         if S > 0:
-            first_column = tl.load(num_accepted_tokens + i_n * stride_acc).to(tl.int64) - 1
+            p_accepted = num_accepted_tokens + i_n * stride_acc
+            first_column = tl.load(p_accepted, mask=known, other=0).to(tl.int64) - 1
             # The caller breaks a rule with another number, which then reads and writes no memory
             # outside of the slot.
             live = live & (first_column >= 0) & (first_column < S)
@@ -132,20 +139,21 @@ def layer_window_kernel(
         else:
             keep_columns(p_conv, columns, c_v, in_v, stride_cc, stride_cw, W)
         # The pointers belong to this program, so the strides of sequences and heads are 0.
-        p_q, p_k, p_v = p_row, p_row + BK, p_row + (2 * BK - i_v * BV)
         stride_t: tl.constexpr = WIDTH
-        stride_n, stride_kh, stride_vh, stride_c = 0, 0, 0, 1
+        p_row -= row * WIDTH
+        p_q, p_k, p_v = p_row, p_row + BK, p_row + (2 * BK - i_v * BV)
+        stride_n, stride_kh, stride_vh, stride_ch = 0, 0, 0, 1
     else:
         p_q, p_k, p_v = x, x, x
-        stride_n, stride_t, stride_c = stride_xn, stride_xt, stride_xc
+        stride_n, stride_t, stride_ch = stride_xn, stride_xt, stride_xc
         stride_kh, stride_vh = tl.cast(stride_xc, tl.int64) * K, tl.cast(stride_xc, tl.int64) * V
     window_fwd_kernel(
         p_q, p_k, p_v, a, b, A_log, dt_bias, y, state, u_rows, k_rows, g_rows, call_rows, start,
-        slots, positions, None, None, None, None, None, None, None, N, T, scale,
-        stride_n, stride_t, stride_kh, stride_c, stride_n, stride_t, stride_kh, stride_c,
-        stride_n, stride_t, stride_vh, stride_c, stride_gb, stride_gt, stride_gh, stride_bb,
+        slots, positions, None, cu_seqlens, None, None, None, None, None, N, T, scale,
+        stride_n, stride_t, stride_kh, stride_ch, stride_n, stride_t, stride_kh, stride_ch,
+        stride_n, stride_t, stride_vh, stride_ch, stride_gb, stride_gt, stride_gh, stride_bb,
         stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
-        stride_hn, stride_hh, stride_start, stride_s, stride_p, 0, 0, 0,
+        stride_hn, stride_hh, stride_start, stride_s, stride_p, stride_c, 0, 0,
         0, 0, stride_ur, stride_kr, stride_gr, stride_cr, stride_hk, stride_hv, H, HV, K, V, BK,
         BV, R, BR, BT, D, PERIOD, TURNS, K_OFFSET, V_OFFSET, RCP_LN2, EPS, THRESHOLD, USE_QK_L2NORM,
         BETA_FACTOR, LAST_SKIPPED, KI, FI, STAGES, ONE_LOAD, EARLY, DEPENDENT, False, False
@@ -153,10 +161,11 @@ def layer_window_kernel(
     if live:
         p_gate = None
         if norm_weight is not None:
-            p_gate = gate + i_n * stride_zn + i_h * GROUP * stride_zh
+            p_gate = gate + i_b * stride_zn + row * stride_zt + i_h * GROUP * stride_zh
         finish_tokens(
-            tickets + slot * H + i_h, y + i_n * stride_ob + i_h * GROUP * stride_oh, p_x, p_conv,
-            p_gate, norm_weight, i_h, n_tokens, first_column, stride_ot, stride_oh, stride_ov,
+            tickets + slot * H + i_h,
+            y + i_b * stride_ob + row * stride_ot + i_h * GROUP * stride_oh, p_x, p_conv, p_gate,
+            norm_weight, i_h, n_tokens, first_column, stride_ot, stride_oh, stride_ov,
             stride_xt, stride_xc, stride_cc, stride_cw, stride_zt, stride_zh, stride_zv,
             stride_norm, GROUP * V_BLOCKS, GROUP, H, K, V, BK, ROWS, GROUP_BLOCK, V_BLOCK, W, S,
             NORM_EPS, SIGMOID
