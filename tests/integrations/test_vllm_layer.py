@@ -11,7 +11,7 @@ import torch
 from engine_kernels import GIVEN, be_lenient
 from engine_sources import load
 from helpers import assert_within_budget, same_bits
-from vllm_steps import DRAFTS, HV, SLOTS, D, K, Sequence, Step, V, W, conv_state_of, make_layer
+from vllm_steps import DRAFTS, HV, SLOTS, D, H, K, Sequence, Step, V, W, conv_state_of, make_layer
 
 from gdn_triton.integrations.vllm import functions
 from gdn_triton.integrations.vllm import layer as ours
@@ -97,6 +97,24 @@ def test_padded_drafts():
     run(Step(layer, [a, b], [4, 6], []))
     step = Step(layer, [a, b], [3, 1], [0, 1], padding=2)
     assert_specified(step, run(step))
+
+
+def test_counters_of_drafts(monkeypatch):
+    """A layer keeps its counters while its pool has as many slots, and makes none in a capture."""
+    layer, (a,) = make_layer(), sequences(1)
+    run(Step(layer, [a], [4], []))
+    run(Step(layer, [a], [3], [0]))
+    kept = layer.gdn_triton_counters
+    assert kept.shape == (SLOTS, H) and kept.dtype == torch.int32 and not kept.any()
+    run(Step(layer, [a], [2], [0]))
+    assert layer.gdn_triton_counters is kept
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    larger = SimpleNamespace(shape=(SLOTS + 1,), device=kept.device, is_cuda=True)
+    layer.kv_cache = (layer.kv_cache[0], larger)
+    assert ours._counters(layer) is None and layer.gdn_triton_counters is kept
+    monkeypatch.undo()
+    larger.is_cuda = False
+    assert ours._counters(layer).shape == (SLOTS + 1, H)
 
 
 def test_no_tokens():

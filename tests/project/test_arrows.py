@@ -35,7 +35,7 @@ PARTS = {
     "warming": "chunk recurrent _host constants",
     "distributed": "chunk _ranks",
     "layers": "step chunk recurrent conv norm distributed _host",
-    "integrations": "explanations warming chunk recurrent conv prep norm _host constants",
+    "integrations": "explanations warming step chunk recurrent conv prep norm _host constants",
     TOP: "explanations warming step chunk recurrent conv prep norm _host",
     "demo": f"{TOP} reference constants",
     "__main__": "demo",

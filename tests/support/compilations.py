@@ -28,6 +28,7 @@ def watch(*, gluon: bool = False) -> None:
     from gdn_triton.chunk.triton.hopper import support
     from gdn_triton.recurrent import backends as recurrent_backends
     from gdn_triton.recurrent import rings
+    from gdn_triton.step import backends as step_backends
 
     def compile_nothing(self: Any, key: Any, *args: Any) -> object:
         asked.append(self.fn.__name__)
@@ -44,7 +45,7 @@ def watch(*, gluon: bool = False) -> None:
     def nothing(*args: object) -> None:
         return None
 
-    for module in (backends, recurrent_backends, rings):
+    for module in (backends, recurrent_backends, rings, step_backends):
         module.triton_refusal = nothing  # type: ignore[attr-defined]
     if gluon:
         support._any_refusal = support.sizes_refusal

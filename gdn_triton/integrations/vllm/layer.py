@@ -7,7 +7,8 @@ scatters the final states. The method of this module reads and writes all tensor
 
 - plain decodes: `causal_conv1d_update` and `recurrent_step`, from the projection into the output;
 - prefills: `fused_conv_prep` and `chunk_prefill`, on the pools of the convolution and of states;
-- drafts: the two ops of decoding, with `num_accepted_tokens`.
+- drafts: `layer_step` with `num_accepted_tokens` and without a norm, which is one launch for few
+  sequences.
 
 For a batch of decodes and prefills the method runs the ops on the two parts. For a batch of drafts
 and other tokens it first copies the two kinds of tokens to separate tensors, as vLLM does, which
@@ -39,6 +40,7 @@ from gdn_triton.integrations._lengths import offsets_on_host
 from gdn_triton.integrations.vllm.functions import SKIP, silu_or_none
 from gdn_triton.integrations.vllm.window import LayerWindow, window_of
 from gdn_triton.recurrent.api import recurrent_step
+from gdn_triton.step.api import layer_step
 
 # The fields of a layer, and of vLLM's metadata of a step, that this module reads.
 LAYER = (
@@ -53,6 +55,10 @@ METADATA = (
     *("spec_query_start_loc", "spec_sequence_masks", "spec_state_indices_tensor"),
     "spec_token_indx",
 )
+
+
+# The attribute of a layer that holds its counters.
+COUNTERS = "gdn_triton_counters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,31 +228,38 @@ def _decode(
 def _verify(layer: Any, m: Any, conv_state: Tensor, x: Tokens) -> None:
     """Runs drafted tokens, after the accepted tokens of the previous step."""
     N = m.num_spec_decodes
-    slots, accepted = m.spec_state_indices_tensor[:N], m.num_accepted_tokens[:N]
-    cu_seqlens, weight = m.spec_query_start_loc[: N + 1], _weight(layer)
-    columns = weight.shape[1] - 2 + slots.shape[1]
-    mixed_qkv = causal_conv1d_update(
+    slots = m.spec_state_indices_tensor[:N]
+    layer_step(
         x.mixed_qkv,
-        weight,
-        layer.conv1d.bias,
-        silu_or_none(layer.activation),
-        state=conv_state[..., :columns],
-        read_slots=slots[:, 0],
-        skip=SKIP,
-        cu_seqlens=cu_seqlens,
-        num_accepted_tokens=accepted,
-    )
-    recurrent_step(
-        layer.kv_cache[1],
-        slots,
-        num_accepted_tokens=accepted,
-        mixed_qkv=mixed_qkv,
-        a=x.a,
-        b=x.b,
-        cu_seqlens=cu_seqlens,
+        x.a,
+        x.b,
+        state=layer.kv_cache[1],
+        read_slots=slots,
+        num_accepted_tokens=m.num_accepted_tokens[:N],
+        conv_state=conv_state,
+        conv_weight=_weight(layer),
+        conv_bias=layer.conv1d.bias,
+        activation=silu_or_none(layer.activation),
+        counters=_counters(layer),
+        cu_seqlens=m.spec_query_start_loc[: N + 1],
+        max_tokens=slots.shape[1],
         out=x.out,
         **_gates(layer),
     )
+
+
+def _counters(layer: Any) -> Tensor | None:
+    """Returns the counters of `layer_step`, which the layer keeps, or None during the capture of a
+    CUDA graph, whose memory a later call must not use."""
+    state = layer.kv_cache[1]
+    shape = state.shape[0], layer.num_k_heads // layer.tp_size
+    kept: Tensor | None = getattr(layer, COUNTERS, None)
+    if kept is None or kept.shape != shape or kept.device != state.device:
+        if state.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        kept = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        setattr(layer, COUNTERS, kept)
+    return kept
 
 
 def _prefill(layer: Any, m: Any, conv_state: Tensor, x: Tokens, window: LayerWindow | None) -> None:
