@@ -32,7 +32,8 @@ from torch import Tensor
 from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Inputs as Operands
-from gdn_triton.chunk.triton.hopper import support
+from gdn_triton.chunk.triton.hopper import releases, support
+from gdn_triton.chunk.triton.hopper.releases import RELEASES
 from gdn_triton.chunk.triton.hopper.segments import (
     Cut,
     choose_cut,
@@ -41,7 +42,7 @@ from gdn_triton.chunk.triton.hopper.segments import (
     states_at_once,
     states_of_whole,
 )
-from gdn_triton.chunk.triton.hopper.support import RELEASES, hopper_refusal
+from gdn_triton.chunk.triton.hopper.support import hopper_refusal
 
 # ------------------------------------------------------------------------- the calls that it takes
 
@@ -233,9 +234,11 @@ def test_releases(
     import triton
 
     monkeypatch.setattr(triton, "__version__", release)
+    releases.installed_release.cache_clear()
     support._release_refusal.cache_clear()
     with caplog.at_level(logging.INFO, "gdn_triton"):
         refusals = {support._release_refusal() for _ in range(2)}
+    releases.installed_release.cache_clear()
     support._release_refusal.cache_clear()
     lines = [record.getMessage() for record in caplog.records]
     if release.partition("+")[0] in RELEASES:

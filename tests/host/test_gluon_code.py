@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import triton
 from packaging.version import Version
-from target_code import local_memory_around, stale_uniform_registers
+from target_code import (
+    local_memory_around,
+    stale_uniform_registers,
+    unwritten_uniform_registers,
+)
 
-from gdn_triton.chunk.triton.hopper.support import RELEASES
+from gdn_triton.chunk.triton.hopper.releases import RELEASES
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -108,3 +112,29 @@ def test_stale_registers_are_found(written: str) -> None:
         sass = sass.replace("     UIADD3", "@UP0 UIADD3")
     found = stale_uniform_registers(sass)
     assert found == ([] if written == "always" else ["0040 UMOV UR6, UR4"])
+
+
+MOVED = """
+.L_x_1:
+        /*0000*/               @P0 R2UR UR7, R88 ;
+        /*0010*/                   IMAD.U32 R89, RZ, RZ, UR7 ;
+        /*0020*/                   NOP ;
+        /*0030*/               @P0 R2UR UR15, R89 ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, R36, gdesc[UR20], R24 ;
+        /*0050*/              @!P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_a_stale_register_that_a_predicate_discards() -> None:
+    """A move of a register is harmless where only an instruction under a predicate reads it."""
+    assert stale_uniform_registers(MOVED) == []
+    without = MOVED.replace("@P0 R2UR UR15", "    R2UR UR15")
+    assert stale_uniform_registers(without) == ["0010 IMAD.U32 R89, RZ, RZ, UR7"]
+
+
+def test_the_lane_of_an_election_is_written() -> None:
+    """By the instruction itself, after its predicate."""
+    read = "        /*0010*/                   MOV R8, UR62 ;"
+    elect = "        /*0000*/                   ELECT P0, UR62, PT ;"
+    assert unwritten_uniform_registers(f"{elect}\n{read}") == []
+    assert unwritten_uniform_registers(read) == ["0010 MOV R8, UR62"]

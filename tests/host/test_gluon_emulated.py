@@ -13,7 +13,7 @@ import pytest
 import triton
 from packaging.version import Version
 
-from gdn_triton.chunk.triton.hopper.support import RELEASES
+from gdn_triton.chunk.triton.hopper.releases import RELEASES
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 

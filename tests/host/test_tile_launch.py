@@ -22,7 +22,7 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     tma_reachable,
     tma_readable,
 )
-from gdn_triton.chunk.triton.hopper.support import RELEASES
+from gdn_triton.chunk.triton.hopper.releases import RELEASES
 
 
 @gluon.jit(do_not_specialize=["n", "stride_b"])

@@ -3,9 +3,9 @@
     python tests/support/gluon_code.py
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
-gdn_triton/chunk/triton/hopper/support.py). The package's own launch code runs on CPU tensors, as in
-compile_targets.py. Judged: that the assembler serialises no matrix product (its advisories C7500 to
-C7599), stack, its use in the state's loop, shared memory, and that no matrix product reads a
+gdn_triton/chunk/triton/hopper/releases.py). The package's own launch code runs on CPU tensors, as
+in compile_targets.py. Judged: that the assembler serialises no matrix product (its advisories C7500
+to C7599), stack, its use in the state's loop, shared memory, and that no matrix product reads a
 register that nothing wrote. Exits with 1 and a list of what is wrong.
 """
 
@@ -56,6 +56,11 @@ IN_LOOP = {False: 8, True: 24}
 IN_LOOP_OF_SEGMENTS = 24
 # The same with a pool: most are in the branch that stores a checkpoint.
 IN_LOOP_WITH_POOL = 44
+# By how much these limits, and those below, are higher with a release of Triton that copies
+# operands in registers (COPIES of names.py).
+MORE_WITH_COPIES = 120
+# The advisory that the assembler waits for a product once more.
+ONE_MORE_WAIT = "(C7517)"
 # The limits of the kernel of the gradients: bytes of stack, which are mostly addresses of the warps
 # of dk, and instructions of 16 bytes, because the loops of all roles share the instruction
 # cache.
@@ -152,6 +157,7 @@ def compiled(call: Call) -> list[Any]:
     """The kernels of a call in Gluon."""
     from gdn_triton.chunk.triton.forward import readable_inputs
     from gdn_triton.chunk.triton.hopper import launch
+    from gdn_triton.chunk.triton.hopper.releases import most_states
     from gdn_triton.chunk.triton.hopper.segments import Cut
 
     shape, B, cu_seqlens = call.shape, call.N, None
@@ -160,7 +166,7 @@ def compiled(call: Call) -> list[Any]:
     problem, x = make_call(B, 300, shape.HV // 2, shape, cu_seqlens)
     problem = replace(problem, use_qk_l2norm=shape.full or call.norm)
     pool = pool_of(call, problem) if call.pool else None
-    cut = Cut(call.segments, call.segments, 2, 1) if call.segments else None
+    cut = Cut(call.segments, call.segments, most_states(), 1) if call.segments else None
     with (
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
         mock.patch.object(
@@ -172,10 +178,15 @@ def compiled(call: Call) -> list[Any]:
     return [x.kernel for x in kernels if x.name == "hopper_fwd_kernel"]
 
 
+def more_with_copies() -> int:
+    from gdn_triton.chunk.triton.hopper.names import COPIES
+
+    return MORE_WITH_COPIES if COPIES.value else 0
+
+
 def in_loop_allowed(call: Call) -> int:
-    if call.pool:
-        return IN_LOOP_WITH_POOL
-    return IN_LOOP_OF_SEGMENTS if call.segments else IN_LOOP[call.shape.full]
+    allowed = IN_LOOP_OF_SEGMENTS if call.segments else IN_LOOP[call.shape.full]
+    return more_with_copies() + (IN_LOOP_WITH_POOL if call.pool else allowed)
 
 
 GRADIENTS = [
@@ -213,8 +224,8 @@ def judge_gradients() -> list[str]:
         found += [text for text in stale if re.search(r" (UMOV|R2UR|HGMMA)\b", text)]
         if shared > SHARED_MEMORY:
             found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
-        if stack > GRADIENTS_STACK:
-            found.append(f"{stack} bytes of stack, {GRADIENTS_STACK} allowed")
+        if stack > GRADIENTS_STACK + more_with_copies():
+            found.append(f"{stack} bytes of stack, {GRADIENTS_STACK + more_with_copies()} allowed")
         if count > GRADIENTS_INSTRUCTIONS:
             found.append(f"{count} instructions, {GRADIENTS_INSTRUCTIONS} allowed")
         wrong += [f"gradients, {case.name}, norm {norm}: {text}" for text in found]
@@ -243,7 +254,7 @@ def judge_walks() -> list[str]:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
             if stack > STACK_OF_WALKS:
                 found.append(f"{stack} bytes of stack, {STACK_OF_WALKS} allowed")
-            if local > IN_LOOP_OF_WALKS[case.packed or plan.segment > 0]:
+            if local > IN_LOOP_OF_WALKS[case.packed or plan.segment > 0] + more_with_copies():
                 found.append(f"{local} accesses to the stack in the state's loop")
             wrong += [f"walks, {case.name}: {text}" for text in found]
     return wrong
@@ -261,6 +272,8 @@ def main() -> int:
             line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
             print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)
             found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            if call.shape.K > 128 and more_with_copies():
+                found = [text for text in found if not text.startswith(ONE_MORE_WAIT)]
             found += stale_uniform_registers(sass)
             if shared > SHARED_MEMORY:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")

@@ -139,6 +139,7 @@ class EncodingRecorder(Recorder):
                 self.launch = driver.wrap_handle_tensordesc(record.write, src.signature, tiles)
                 self.arg_annotations, self.kernel_signature = "annotations", "signature"
                 self.num_ctas = metadata.num_ctas
+                self.gsan_enabled = False  # a sanitizer, from 3.8 on
                 for name in ("global_scratch", "profile_scratch"):
                     for what in ("size", "align"):
                         setattr(self, f"{name}_{what}", getattr(metadata, f"{name}_{what}"))
@@ -154,7 +155,7 @@ class EncodingRecorder(Recorder):
         return tuple(tuple(x) if isinstance(x, list | torch.Size) else x for x in given)
 
     def write(self, *args: Any) -> None:
-        if isinstance(args[-1], list):
+        if isinstance(args[-1], list | tuple):
             args = *args[:-1], *args[-1]
         metadata = [x for x in args if hasattr(x, "extras")]
         hooks = [x for x in args if hasattr(x, "calls") and x.calls]

@@ -106,6 +106,10 @@ def uniform_registers(name: str, parts: list[str]) -> tuple[set[int], set[int]]:
         # left: the second of two bfloat16.
         read.discard(int(parts[0].removeprefix("UR")))
     target = re.match(r"UR(\d+)", parts[0]) if uniform else None
+    if name == "ELECT":
+        # The number of the chosen lane, after the predicate.
+        target = re.match(r"UR(\d+)", parts[1])
+        read.clear()
     if target:
         width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
         written.update(range(int(target[1]), int(target[1]) + width))
@@ -174,6 +178,17 @@ class _Flow:
                 if target <= at and (last is None or not self._waits(last)):
                     self.back.append((target, at))
             self.next.append([n for n in after if n < len(self.code)])
+
+    def serves_a_predicate(self, at: int) -> bool:
+        """Whether an instruction moves a uniform register to another one, which the next
+        instructions read under a predicate alone."""
+        _, name, parts, _ = self.code[at]
+        if name != "IMAD.U32" or parts[1:3] != ["RZ", "RZ"]:
+            return False
+        for _, _, following, predicated in self.code[at + 1 : at + 6]:
+            if parts[0] in following[1:]:
+                return predicated
+        return False
 
     def _target(self, at: int) -> int | None:
         _, name, parts, _ = self.code[at]
@@ -250,7 +265,9 @@ def stale_uniform_registers(sass: str) -> list[str]:
         for at in sorted(paths):
             address, name, parts, predicated = flow.code[at]
             every, some = paths[at]
-            if not predicated and effects[at][0] & (some - every):
+            if predicated or flow.serves_a_predicate(at):
+                continue
+            if effects[at][0] & (some - every):
                 found[f"{address} {name} {', '.join(parts)}"] = None
     return list(found)
 

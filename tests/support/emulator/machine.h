@@ -158,6 +158,8 @@ EMULATOR_FLOAT2(min, std::fmin(a, b))
 EMULATOR_FLOAT2(max, std::fmax(a, b))
 inline uint32_t fma_rn_f32(uint32_t a, uint32_t b, uint32_t c) { return bits(std::fma(f(a), f(b), f(c))); }
 inline uint32_t neg_f32(uint32_t a) { return a ^ 0x80000000u; }
+inline uint16_t neg_bf16(uint16_t a) { return a ^ 0x8000u; }
+inline uint32_t neg_bf16x2(uint32_t a) { return a ^ 0x80008000u; }
 inline uint32_t abs_f32(uint32_t a) { return a & 0x7fffffffu; }
 inline uint32_t rcp_rn_f32(uint32_t a) { return bits(1 / f(a)); }
 inline uint32_t rsqrt_approx_f32(uint32_t a) { return bits(float(1 / std::sqrt(double(f(a))))); }
@@ -183,6 +185,7 @@ inline uint32_t min_s16x2_relu(uint32_t a, uint32_t b) {
     return uint16_t(least < 0 ? 0 : least);
   });
 }
+inline uint16_t mul_bf16(uint16_t a, uint16_t b) { return to_bf16(from_bf16(a) * from_bf16(b)); }
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return by_halves(a, b, [](uint16_t x, uint16_t y) { return to_bf16(from_bf16(x) * from_bf16(y)); });
 }

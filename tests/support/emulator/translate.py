@@ -13,7 +13,7 @@ from emulator.ptx import Entry, Instruction, Label, Registers, Variable, entries
 _FLOAT = re.compile(r"0[fF]([0-9A-Fa-f]{8})")
 _DOUBLE = re.compile(r"0[dD]([0-9A-Fa-f]{16})")
 _NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?")
-_SPACES = {"param", "global", "shared", "local", "const"}
+_SPACES = {"param", "global", "shared", "shared::cta", "local", "const"}
 _SHARED_START = 1024  # kSharedStart of machine.h
 _DYNAMIC_ALIGNMENT = 1024
 _REGISTERS = 65536  # of a multiprocessor
@@ -62,10 +62,12 @@ class _Translation:
         self.lines: list[str] = []
         self.addresses: dict[str, str] = {}
         self.params: list[str] = []
+        self.offsets: dict[str, int] = {}  # of parameters in their own space
         at = 0
         for param in entry.params:
             at = -(-at // param.alignment) * param.alignment
             self.addresses[param.name] = f"(params + {at})"
+            self.offsets[param.name] = at
             assert param.bytes is not None
             self.params.append(f"{{{at}, {param.bytes}}}")
             at += param.bytes
@@ -162,11 +164,16 @@ class _Translation:
                 for i, name in enumerate(names)
                 if name != "_"
             )
-        return f"{self.value(to)} = {self.value(what)};"
+        # In 32 bits the place of a parameter among all parameters, else its address.
+        short = x.opcode[1] == "b32" and what in self.offsets
+        return f"{self.value(to)} = {self.offsets[what] if short else self.value(what)};"
 
     def _cvta(self, x: Instruction) -> str:
         to, what = x.operands
-        return f"{self.value(to)} = {self.value(what)};"
+        value = self.value(what)
+        if "param" in x.opcode:
+            value = f"({value} >> 32 ? {value} : params + {value})"
+        return f"{self.value(to)} = {value};"
 
     def _memory(self, x: Instruction) -> tuple[str, str, int]:
         """The space, the type in C++ and the count of a load or store."""
@@ -177,9 +184,9 @@ class _Translation:
     @staticmethod
     def _where(space: str) -> str:
         """Generic addresses are those of global memory: none of shared memory are taken."""
-        if space not in ("shared", "global", "generic"):
+        if space not in ("shared", "shared::cta", "global", "generic"):
             raise Untranslatable(f"an access to the space {space}")
-        return "shared" if space == "shared" else "global"
+        return "shared" if space.startswith("shared") else "global"
 
     def _ld(self, x: Instruction) -> str:
         if "acquire" in x.opcode:

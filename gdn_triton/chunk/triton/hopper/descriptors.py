@@ -38,7 +38,7 @@ COLUMNS = 64
 MOST_LAYOUTS = 1024
 # The releases of Triton whose function in C this module calls, and whether it takes the kernel's
 # arguments as one list.
-TAKES_LIST = {"3.6.0": False, "3.7.1": True}
+TAKES_LIST = {"3.6.0": False, "3.7.0": True, "3.7.1": True, "3.8.0": True, "3.9.0": True}
 # The number of encoded descriptors that a variant keeps for each of its parameters.
 MOST_ENCODED = 512
 
@@ -108,7 +108,15 @@ class _Variant:
     with releases other than those of TAKES_LIST.
     """
 
-    __slots__ = ("_before", "_encode", "_launch", "_takes_list", "_tiles", "_variant")
+    __slots__ = (
+        "_before",
+        "_encode",
+        "_ignored",
+        "_launch",
+        "_takes_list",
+        "_tiles",
+        "_variant",
+    )
 
     def __init__(self, variant: CompiledKernel) -> None:
         self._variant = variant
@@ -124,6 +132,8 @@ class _Variant:
             return
         found = inspect.getclosurevars(run.launch).nonlocals
         self._launch, self._encode = found["launcher"], make_tensordesc_arg
+        # From 3.8 on there is one parameter more, which it ignores.
+        self._ignored = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
         self._tiles: list[tuple[Any, dict[Hashable, list[Any]]]] = [
             (tile, {}) for tile in found["tensordesc_meta"]
         ]
@@ -153,7 +163,7 @@ class _Variant:
         for x, place, (tile, encoded) in zip(tensors, places, self._tiles, strict=True):
             part = encoded.get(place)
             if part is None:
-                part = self._encode(_unchecked(x), tile)
+                part = self._encode(_unchecked(x), tile, *self._ignored)
                 keep(encoded, place, part, most=MOST_ENCODED)
             arguments += part
         arguments += values

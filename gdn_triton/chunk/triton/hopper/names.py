@@ -1,6 +1,8 @@
-"""Names of Gluon that differ between releases of Triton (support.py lists the releases), and
+"""Names of Gluon that differ between releases of Triton (releases.py lists them), and
 helpers that every role needs."""
 
+import triton
+from packaging.version import Version
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -10,6 +12,8 @@ CHUNK = gl.constexpr(64)
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Whether Triton copies an operand in registers before each product that reads it.
+COPIES = gl.constexpr(Version(triton.__version__) >= Version("3.8"))
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -128,6 +132,20 @@ def either(x, y):
     return gl.inline_asm_elementwise(
         "or.b32 $0, $1, $2;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def rounded_again(x, dtype: gl.constexpr):
+    """x, fp32, in a 16-bit dtype, by instructions that the compiler does not replace by an earlier
+    result of the same."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=False, pack=2
+        )
 
 
 @gluon.jit

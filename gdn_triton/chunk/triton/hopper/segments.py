@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.hopper.releases import most_states
 
 CHUNK: Final = 64
 
@@ -113,6 +114,11 @@ def work_of(programs: Programs) -> float:
     return sum(time * count for time, count in programs)
 
 
+def forms_of_blocks(V: int) -> Sequence[int]:
+    """The numbers of states that a block may have."""
+    return range(1, most_states() + 1) if V > 64 else (1,)
+
+
 def walk_programs(
     lengths: Lengths, heads: int, columns: int, states: int
 ) -> list[tuple[float, int]]:
@@ -162,7 +168,7 @@ def cut_time(
         (min(rest, WINDOW) * MAP + PROGRAM_OF_MAP, inner * forgetting * blocks),
         (EMPTY, inner * forgetting),
     ]
-    forms = (1, 2) if V > 64 else (1,)
+    forms = forms_of_blocks(V)
     early = {states: walk_programs(firsts, HV, V, states) for states in forms}
     late = {states: walk_programs(tuple(later), HV, V, states) for states in forms}
     others = LAUNCHES
@@ -190,7 +196,7 @@ def whole_times(multiprocessors: int, lengths: Lengths, HV: int, V: int) -> dict
     """Microseconds of whole sequences, by the states of a block."""
     return {
         states: time_of(walk_programs(lengths, HV, V, states), multiprocessors)
-        for states in ((1, 2) if V > 64 else (1,))
+        for states in forms_of_blocks(V)
     }
 
 

@@ -34,11 +34,13 @@ from gdn_triton.chunk.triton.hopper.gates import (
 )
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
+    COPIES,
     advance,
     here,
     opaque,
     power,
     rounded,
+    rounded_again,
     scalar_of,
     store_tile,
     times_power,
@@ -300,7 +302,7 @@ def state_role(
                 Sb = Sb * opaque(enter).to(dtype)
         Sb = gl.convert_layout(Sb, OPERAND, assert_trivial=True)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)
-        if OUTPUT:
+        if OUTPUT and not COPIES:
             S = decayed(S, decay)
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
@@ -329,6 +331,12 @@ def state_role(
             same = stage + (here(n_rows) < 0).to(gl.int32)
             is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         if OUTPUT:
+            if COPIES:
+                Sb = rounded_again(S, dtype)
+                if not IS_HALF:
+                    if enter != 1.0:
+                        Sb = Sb * opaque(enter).to(dtype)
+                Sb = gl.convert_layout(Sb, OPERAND, assert_trivial=True)
             o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
             if IS_HALF:
                 o = warpgroup_mma_wait(0, deps=[o])
@@ -338,6 +346,8 @@ def state_role(
             uo = gl.convert_layout(u, OPERAND, assert_trivial=True)
             mbarrier.wait(p_full.index(t_stage), t_phase)
             o = warpgroup_mma(uo, p.permute((1, 0)), o, is_async=True)
+            if COPIES:
+                S = decayed(S, decay)
         if IS_HALF:
             # The factor overwrites u, because two copies of u would spill.
             if OUTPUT:

@@ -6,18 +6,14 @@ import logging
 from typing import Final
 
 import torch
-from packaging.version import Version
 
 from gdn_triton._host.environment import variable
 from gdn_triton.chunk.problem import Problem
+from gdn_triton.chunk.triton.hopper.releases import RELEASES, installed_release
 from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
 from gdn_triton.chunk.triton.hopper.walks.segments import FEWEST_WALKS, choose_segment
 
 SWITCH: Final = "GDN_GLUON"
-
-# Gluon's language and the machine code of its kernels differ between releases of Triton.
-# tests/host/test_gluon_code.py checks the code of the installed release if it is one of these.
-RELEASES: Final = ("3.6.0", "3.7.1")
 
 # States for each multiprocessor, below which the portable kernels, whose programs own fewer columns
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
@@ -150,9 +146,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _release_refusal() -> str | None:
-    import triton
-
-    release = Version(triton.__version__).base_version
+    release = installed_release()
     if release in RELEASES:
         return None
     why = (

@@ -123,7 +123,7 @@ def inverses_of_blocks(tile):
     x_r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, X_LAYOUT)))[None, :, None]
     x_c = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, None, :]
     l_r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L_LAYOUT)))[None, :, None]
-    L = viewed(tile, gl.float16, [8, 8, 8], FLAT).load(L_LAYOUT).to(gl.float32)
+    L = viewed(tile, gl.float16, [64, 8, 8], FLAT).slice(0, 8).load(L_LAYOUT).to(gl.float32)
     X = gl.where(x_r == x_c, gl.full([8, 8, 8], 1.0, gl.float32, X_LAYOUT), 0.0)
     for n in gl.static_range(7, 0, -1):
         line = in_registers(L, n, l_r, 1)

@@ -32,10 +32,12 @@ VECTORS = gl.constexpr(8)
 
 
 @gluon.jit
-def tile_of(blocks, first, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Returns the blocks of 64 columns from number ``first`` on as one tile."""
+def tile_of(blocks, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns the first rows of a unit, as many blocks of 64 columns as a tile has, as one tile."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return viewed(blocks.index(first), dtype, [ROWS, COLUMNS], LAYOUT)
+    SPLIT: gl.constexpr = PAIR // ROWS
+    TILES: gl.constexpr = blocks.shape[0] * PART // COLUMNS * SPLIT
+    return viewed(blocks, dtype, [TILES, ROWS, COLUMNS], LAYOUT).index(unit * SPLIT)
 
 
 @gluon.jit

@@ -82,15 +82,16 @@ def gates_role(vectors, gates, betas, place, sizes, scale, IS_VARLEN: gl.constex
 
 
 @gluon.jit
-def load_halves(desc, at, barrier, unit, half: gl.constexpr, N: gl.constexpr):
+def load_halves(desc, at, barrier, ring_s, slot, half: gl.constexpr, N: gl.constexpr):
     """Copies N blocks of 64 columns of a chunk to the upper (0) or lower half (1) of a unit."""
     dtype: gl.constexpr = desc.dtype
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     i_b, row, head = at
-    halves = viewed(unit, dtype, [2 * N, CHUNK, PART], PAIRS)
+    halves = viewed(ring_s, dtype, [2 * ring_s.shape[0], CHUNK, PART], PAIRS)
     for c in gl.static_range(N):
-        tile = viewed(halves.index(2 * c + half), dtype, [1, CHUNK, 1, PART], ROWS)
+        half_block = halves.index((slot * N + c) * 2 + half)
+        tile = viewed(half_block, dtype, [1, CHUNK, 1, PART], ROWS)
         load_tile(desc, [i_b, row, head, c * PART], barrier, tile)
 
 
@@ -101,9 +102,8 @@ def load_pair(upper, lower, at, ring, slot, phase, BV: gl.constexpr, N: gl.const
     mbarrier.wait(empty.index(slot), phase ^ 1)
     barrier = full.index(slot)
     mbarrier.expect(barrier, PAIR * BV * 2)
-    unit = ring_s.index(slot * N)
-    load_halves(upper, at, barrier, unit, 0, N)
-    load_halves(lower, at, barrier, unit, 1, N)
+    load_halves(upper, at, barrier, ring_s, slot, 0, N)
+    load_halves(lower, at, barrier, ring_s, slot, 1, N)
 
 
 @gluon.jit
@@ -113,7 +113,7 @@ def load_lower(desc, at, ring, slot, phase, BV: gl.constexpr, N: gl.constexpr):
     mbarrier.wait(empty.index(slot), phase ^ 1)
     barrier = full.index(slot)
     mbarrier.expect(barrier, CHUNK * BV * 2)
-    load_halves(desc, at, barrier, ring_s.index(slot * N), 1, N)
+    load_halves(desc, at, barrier, ring_s, slot, 1, N)
 
 
 @gluon.jit
@@ -127,9 +127,10 @@ def load_state(desc, at, ring, slot, phase, BK: gl.constexpr, N: gl.constexpr):
     mbarrier.wait(empty.index(slot), phase ^ 1)
     barrier = full.index(slot)
     mbarrier.expect(barrier, N * BK * PART * 2)
-    blocks = viewed(ring_s.index(slot * N), dtype, [N, BK, PART], PAIRS)
+    SPLIT: gl.constexpr = PAIR // BK
+    blocks = viewed(ring_s, dtype, [ring_s.shape[0] * SPLIT, BK, PART], PAIRS)
     for c in gl.static_range(N):
-        tile = viewed(blocks.index(c), dtype, [1, 1, BK, PART], ROWS)
+        tile = viewed(blocks.index(slot * N * SPLIT + c), dtype, [1, 1, BK, PART], ROWS)
         load_tile(desc, [i_c, head, 0, c * PART], barrier, tile)
 
 
@@ -172,9 +173,8 @@ def loader_role(
                     # The buffer of q and k becomes free later than the units of a value head.
                     mbarrier.wait(qk_empty, item_phase ^ 1)
                     mbarrier.expect(qk_full, PAIR * BK * 2)
-                    unit = qk_s.index(0)
-                    load_halves(q_desc, (i_b, row, i_h), qk_full, unit, 0, K_BLOCKS)
-                    load_halves(k_desc, (i_b, row, i_h), qk_full, unit, 1, K_BLOCKS)
+                    load_halves(q_desc, (i_b, row, i_h), qk_full, qk_s, 0, 0, K_BLOCKS)
+                    load_halves(k_desc, (i_b, row, i_h), qk_full, qk_s, 0, 1, K_BLOCKS)
             item_phase ^= 1
 
 
@@ -232,8 +232,9 @@ def hopper_gradients_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ONE_BY_ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # q on k, then S on N.
-    qk_s = gl.allocate_shared_memory(dtype, [K_BLOCKS + 1, PAIR, PART], ROWS)
+    # q on k, and S on N.
+    qk_s = gl.allocate_shared_memory(dtype, [K_BLOCKS, PAIR, PART], ROWS)
+    joined_s = gl.allocate_shared_memory(dtype, [1, PAIR, PART], ROWS)
     ring_s = gl.allocate_shared_memory(dtype, [RING * V_BLOCKS, PAIR, PART], ROWS)
     vectors_s = gl.allocate_shared_memory(gl.float32, [2 * VECTORS, CHUNK], FLAT)
     own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], FLAT)
@@ -271,7 +272,7 @@ def hopper_gradients_kernel(
     vectors = (vectors_s, vectors_full, vectors_empty)
     betas = (beta, stride_betab, stride_betat, stride_betah)
     memory = (qk_s, ring_s, qk_ready, qk_empty, full, empty)
-    exchange = (own_s, columns_s, s_full, s_empty)
+    exchange = (joined_s, own_s, columns_s, s_full, s_empty)
     factors_q = g_cumsum
     factors_k = g_cumsum
     if NORM:

@@ -27,7 +27,6 @@ from gdn_triton.chunk.triton.hopper.gradients.common import (
     FACTOR_VECTORS,
     G_VECTOR,
     PAIR,
-    PART,
     QUERY_VECTOR,
     REST_VECTOR,
     SHARE_VECTORS,
@@ -151,13 +150,11 @@ def queries_role(
     IS_VARLEN: gl.constexpr,
 ):
     qk_s, ring_s, qk_ready, qk_empty, full, empty = memory
-    own_s, columns_s, s_full, s_empty = exchange
+    joined_s, own_s, columns_s, s_full, s_empty = exchange
     dq, factors, shares, plane = outputs
     vectors_s, vectors_full, vectors_empty = vectors
     first_item, n_items, step, chunk_rows = place
     T, NT, H, G, K = sizes
-    K_BLOCKS: gl.constexpr = BK // PART
-    V_BLOCKS: gl.constexpr = BV // PART
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     WIDE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -193,8 +190,8 @@ def queries_role(
                 mbarrier.wait(full.index(slot_u), phase_u)
                 mbarrier.wait(full.index(slot_do), phase_do)
                 nothing = here(heads * 0)
-                u = half_of(tile_of(ring_s, slot_u * V_BLOCKS + nothing, dtype, PAIR, BV), 1)
-                do = half_of(tile_of(ring_s, slot_do * V_BLOCKS + nothing, dtype, PAIR, BV), 0)
+                u = half_of(tile_of(ring_s, slot_u + nothing, dtype, PAIR, BV), 1)
+                do = half_of(tile_of(ring_s, slot_do + nothing, dtype, PAIR, BV), 0)
                 qk = tile_of(qk_s, nothing, dtype, PAIR, BK)
                 P = product(do, u, zero)
                 inner = product(half_of(qk, 0), half_of(qk, 1), zero)
@@ -214,7 +211,7 @@ def queries_role(
                 sums = sums_of_warps(inner)
                 P = rounded(P, dtype)
                 mbarrier.wait(s_empty, (heads & 1) ^ 1)
-                half_of(qk_s.index(K_BLOCKS), 0).store(P)
+                half_of(joined_s.index(0), 0).store(P)
                 own_s.store(own)
                 columns_s.slice(0, 4, 0).store(sums)
                 fence_async_shared()
@@ -226,8 +223,8 @@ def queries_role(
                 operand = gl.convert_layout(P, WIDE_OPERAND, assert_trivial=True)
                 total = warpgroup_mma(operand, half_of(qk, 1), total, is_async=True)
                 mbarrier.wait(full.index(slot), phase)
-                do = half_of(tile_of(ring_s, slot_do * V_BLOCKS + nothing, dtype, PAIR, BV), 0)
-                h = tile_of(ring_s, slot * V_BLOCKS + nothing, dtype, BK, BV)
+                do = half_of(tile_of(ring_s, slot_do + nothing, dtype, PAIR, BV), 0)
+                h = tile_of(ring_s, slot + nothing, dtype, BK, BV)
                 x = product(do, h, wide_zero)
                 total, x = warpgroup_mma_wait(0, deps=[total, x])
                 mbarrier.arrive(empty.index(slot), count=1)
@@ -270,13 +267,11 @@ def keys_role(
     IS_VARLEN: gl.constexpr,
 ):
     qk_s, ring_s, qk_ready, qk_empty, full, empty = memory
-    own_s, columns_s, s_full, s_empty = exchange
+    joined_s, own_s, columns_s, s_full, s_empty = exchange
     dk, factors, shares, plane = outputs
     vectors_s, vectors_full, vectors_empty = vectors
     first_item, n_items, step, chunk_rows = place
     T, NT, H, G, K = sizes
-    K_BLOCKS: gl.constexpr = BK // PART
-    V_BLOCKS: gl.constexpr = BV // PART
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     WIDE_OPERAND: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     WIDE_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
@@ -312,8 +307,8 @@ def keys_role(
                     unit, unit_phase = place_after(slot, phase, 2 + m, RING)
                     mbarrier.wait(full.index(unit), unit_phase)
                     mbarrier.wait(full.index(state_slot), state_phase)
-                    tile = half_of(tile_of(ring_s, unit * V_BLOCKS, dtype, PAIR, BV), 1)
-                    state = tile_of(ring_s, state_slot * V_BLOCKS, dtype, BK, BV)
+                    tile = half_of(tile_of(ring_s, unit, dtype, PAIR, BV), 1)
+                    state = tile_of(ring_s, state_slot, dtype, BK, BV)
                     x = product(tile, state, x)
                     start = vectors_s.index(base + FACTOR_VECTORS + m).load(WIDE_ROW)
                     share = vectors_s.index(base + SHARE_VECTORS + m).load(WIDE_ROW)
@@ -328,8 +323,8 @@ def keys_role(
                 slot_u, _ = place_after(slot, phase, 2, RING)
                 slot_do, phase_do = place_after(slot, phase, 3, RING)
                 nothing = here(heads * 0)
-                u = half_of(tile_of(ring_s, slot_u * V_BLOCKS + nothing, dtype, PAIR, BV), 1)
-                dv = half_of(tile_of(ring_s, slot_do * V_BLOCKS + nothing, dtype, PAIR, BV), 1)
+                u = half_of(tile_of(ring_s, slot_u + nothing, dtype, PAIR, BV), 1)
+                dv = half_of(tile_of(ring_s, slot_do + nothing, dtype, PAIR, BV), 1)
                 k = half_of(tile_of(qk_s, nothing, dtype, PAIR, BK), 1)
                 P = product(dv, u, zero)
                 inner = product(k, k, zero)
@@ -348,7 +343,7 @@ def keys_role(
                 P = rounded(P * weight[:, None], dtype)
                 nothing = here(heads * 0)
                 qk = tile_of(qk_s, nothing, dtype, PAIR, BK)
-                joined = qk_s.index(K_BLOCKS + nothing)
+                joined = joined_s.index(nothing)
                 half_of(joined, 1).store(P)
                 fence_async_shared()
                 operand = gl.convert_layout(P, WIDE_OPERAND, assert_trivial=True)

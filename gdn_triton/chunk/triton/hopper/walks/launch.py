@@ -22,6 +22,7 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     tma_readable,
 )
 from gdn_triton.chunk.triton.hopper.launch import ONE, Shape
+from gdn_triton.chunk.triton.hopper.releases import most_states
 from gdn_triton.chunk.triton.hopper.segments import states_at_once
 from gdn_triton.chunk.triton.hopper.walks.kernel import hopper_walks_kernel
 from gdn_triton.chunk.triton.hopper.walks.segments import choose_segment
@@ -62,7 +63,7 @@ def choose_plan(problem: Problem) -> Plan:
         two = 2 * blocks > multiprocessors and not problem.is_varlen
     else:
         two = 2 * states > multiprocessors
-    shape = TWO if two and V > COLUMNS else ONE
+    shape = TWO if two and V > COLUMNS and most_states() == 2 else ONE
     return Plan(forward=shape, back=shape, together=together, segment=segment)
 
 
