@@ -167,6 +167,22 @@ def test_states_of_whole(change: dict[str, Any], states: int) -> None:
     assert states_of_whole(132, replace(COMMON, **{"HV": 16, **change})) == states
 
 
+@pytest.mark.parametrize(
+    ("change", "tiles", "is_dealt"),
+    [
+        ({}, 133, True),
+        ({}, 132, False),
+        ({"T": 52 * 64}, 133, True),
+        ({"T": 52 * 64 + 1}, 133, False),
+        ({"K": 136}, 133, False),
+    ],
+)
+def test_several_tiles_a_block(change: dict[str, Any], tiles: int, is_dealt: bool) -> None:
+    from gdn_triton.chunk.triton.hopper import launch
+
+    assert launch.is_dealt(replace(COMMON, **change), tiles, 132) == is_dealt
+
+
 def test_lengths_of() -> None:
     assert lengths_of(replace(COMMON, T=300)) == ((5, 4),)
     packed = replace(COMMON, B=1, T=8192, N=21, is_varlen=True)

@@ -173,7 +173,11 @@ def check_forward(
     v_first = seed % 2 == 1
     problem = problem_of(case, dtype, v_first=v_first, norm=norm)
     operands = operands_of(x, v_first=v_first)
-    written = ("o", "ht", "o_desc", "starts", "shifts", "windows")
+    if seed % 4 != 2:
+        # TMA loads these states of several tiles, if their channels of V are contiguous.
+        assert operands.initial_state is not None
+        operands = operands._replace(initial_state=operands.initial_state.contiguous())
+    written = ("o", "ht", "o_desc", "taken", "starts", "shifts", "windows")
     cut = None
     if segments > 0:
         cut = Cut(
@@ -186,8 +190,8 @@ def check_forward(
     with (
         mock.patch.object(launch, "shape_of_whole", lambda *_: shape),
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
-        # Few multiprocessors, so that packed sequences are ordered.
-        mock.patch.object(launch, "gpu_of", lambda _: Gpu("cuda", 90, 2)),
+        # With few multiprocessors a block has several tiles.
+        mock.patch.object(launch, "gpu_of", lambda _: Gpu("cuda", 90, 2 if seed % 3 else 132)),
         mock.patch.object(launch, "fold_maps", folded),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
         mock.patch.object(
@@ -250,6 +254,8 @@ FORWARD = [
     (PACKED, "far", launch.TWO, BF16, 0),
     (PADDED, "strong", launch.TWO, BF16, 0),
     (gluon_case("small", T=130, K=40, V=72), "mild", launch.ONE, BF16, 0),
+    # More tiles without a chunk, one after the other, than the loader announces at once.
+    (gluon_case("empty", lengths=(0,) * 6 + (70,) + (0,) * 6 + (64,)), "mild", launch.TWO, BF16, 0),
     (PACKED, "far", launch.TWO, FP16, 0),
     (PADDED, "strong", launch.ONE, FP16, 0),
     (PADDED, "steep", launch.TWO, BF16, 0),

@@ -238,13 +238,20 @@ def stale_uniform_registers(sass: str) -> list[str]:
     """The instructions in loops with matrix products that read a uniform register which an
     iteration has written on some paths to them and not on others. ptxas 12.8 makes such code where
     a branch computes the address of an operand that is needed after the branch too
-    (docs/tried.md): on the other path the product reads where an earlier iteration did."""
+    (docs/tried.md): on the other path the product reads where an earlier iteration did.
+
+    A loop around such loops goes over tiles. Numbers that change in a tile's chunks, as the places
+    in rings, are then read in the next tile, whether or not this one had chunks. Such a read is
+    found only where a product itself is the reader."""
     flow = _Flow(sass)
     found: dict[str, None] = {}
+    loops = []
     for header, end in flow.back:
         inside = flow.loop(header, end)
-        if not any(flow.code[at][1].startswith("HGMMA") for at in inside):
-            continue
+        if any(flow.code[at][1].startswith("HGMMA") for at in inside):
+            loops.append((header, inside))
+    for header, inside in loops:
+        of_tiles = any(other < inside for _, other in loops)
         effects = {at: uniform_registers(*flow.code[at][1:3]) for at in inside}
         # Written on all paths from the header to before an instruction, and on some.
         paths: dict[int, tuple[set[int], set[int]]] = {header: (set(), set())}
@@ -264,6 +271,8 @@ def stale_uniform_registers(sass: str) -> list[str]:
                     todo.append(n)
         for at in sorted(paths):
             address, name, parts, predicated = flow.code[at]
+            if of_tiles and not name.startswith("HGMMA"):
+                continue
             every, some = paths[at]
             if predicated or flow.serves_a_predicate(at):
                 continue

@@ -96,13 +96,13 @@ struct Box {
 // The bytes of global memory of row `row` of a box, or null where it lies outside; `inside`: the bytes that exist.
 uint8_t* box_row(const Box& box, uint32_t row, uint32_t* inside) {
   const TensorMap& map = *box.map;
-  auto* at = static_cast<uint8_t*>(map.base) + box.at[0] * 2;
+  auto* at = static_cast<uint8_t*>(map.base) + box.at[0] * map.size();
   for (int i = 0; i < 4; ++i) {
     const int64_t place = box.at[i] + (i == box.down ? row : 0);
     if (place < 0 || place >= map.dims[i]) return nullptr;
     if (i > 0) at += place * map.strides[i - 1];
   }
-  *inside = uint32_t(std::min<int64_t>(map.box[0], map.dims[0] - box.at[0]) * 2);
+  *inside = uint32_t(std::min<int64_t>(map.box[0], map.dims[0] - box.at[0]) * map.size());
   return at;
 }
 
@@ -119,7 +119,7 @@ Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint3
   if (m->magic != TensorMap::kMagic) fail(t, "a tensor map that was not encoded");
   if (shared % 128) fail(t, "a box that does not begin at 128 bytes");
   const int down = m->box[3] != 1 ? 3 : m->box[2] != 1 ? 2 : 1;
-  if (m->box[0] * 2 != 128 || m->box[1] * m->box[2] * m->box[3] != m->box[down])
+  if (m->box[0] * m->size() != 128 || m->box[1] * m->box[2] * m->box[3] != m->box[down])
     fail(t, "a box of another shape than 64 columns");
   return {m, {int32_t(c0), int32_t(c1), int32_t(c2), int32_t(c3)}, down};
 }
@@ -216,12 +216,12 @@ void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals) {
   made = std::make_unique<Barrier>();
   made->arrivals = made->pending = arrivals;
 }
-void barrier_arrive(Thread& t, uint32_t address, bool in_cluster) {
+void barrier_arrive(Thread& t, uint32_t address, bool in_cluster, uint32_t count) {
   Block& block = in_cluster ? block_at(t, address) : *t.block;
   Barrier& barrier = barrier_at(t, block, address);
-  if (barrier.pending == 0) fail(t, "a barrier with more arrivals than expected");
+  if (barrier.pending < count) fail(t, "a barrier with more arrivals than expected");
   publish(t, barrier.clocks);
-  --barrier.pending;
+  barrier.pending -= count;
   finish_phase_if_due(t, barrier);
 }
 void barrier_expect(Thread& t, uint32_t address, uint32_t bytes) {

@@ -76,14 +76,15 @@ def _as_nvcc_writes(ptx: str) -> str:
         return re.sub(r"\b(waitLoop|skipWait)\b", rf"\1_{count}", found[0])
 
     ptx = re.sub(r"\{[^{}]*?\.reg \.pred complete;.*?\n\}", told_apart, ptx, flags=re.DOTALL)
-    # All threads store the same word, which tells the other warps their role.
+    # All threads of the first four warps store the same word, which tells the other warps their
+    # role; and all lanes of a single warp the same numbers.
     return re.sub(r"(?m)^(\s*)(st\.shared\S*\s+\[global_smem\b)", r"\1@%one_thread \2", ptx)
 
 
 def _library_of(ptx: str, machine: Path) -> Path:
     """The kernel of a module, as a library."""
     ((_, text),) = translate(_as_nvcc_writes(ptx), "the kernel's PTX").items()
-    text = text.replace("v_one_thread", "(t.index == 0)")
+    text = text.replace("v_one_thread", "(t.index == 0 || t.index >= 128 && t.index % 32 == 0)")
     # The name contains the machine's, since two machines in a process would share their globals.
     source = FOLDER / f"kernel_{_named_by(machine.name.encode(), text.encode())}.cpp"
     if not source.exists():
@@ -97,9 +98,11 @@ def _tensor_map(descriptor: Any) -> bytes:
     rank = len(descriptor.shape)
     dims = [*reversed(descriptor.shape), *(1,) * (4 - rank)]
     strides = [*(n * size for n in reversed(descriptor.strides[:-1])), *(16,) * (4 - rank)]
-    box = [64, *reversed(descriptor.block_shape[:-1]), *(1,) * (4 - rank)]
+    box = [128 // size, *reversed(descriptor.block_shape[:-1]), *(1,) * (4 - rank)]
     half = x.dtype is torch.float16
-    packed = struct.pack("<QQ4q3q4i?7x", _MAP_MAGIC, x.data_ptr(), *dims, *strides, *box, half)
+    packed = struct.pack(
+        "<QQ4q3q4i??6x", _MAP_MAGIC, x.data_ptr(), *dims, *strides, *box, half, size == 4
+    )
     return packed.ljust(128, b"\0")
 
 

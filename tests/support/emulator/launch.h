@@ -33,7 +33,9 @@ struct TensorMap {
   void* base;
   int64_t dims[4], strides[3];  // elements; bytes
   int32_t box[4];
-  bool half;  // fp16, else bf16
+  bool half;  // fp16, else bf16 or
+  bool wide;  // fp32
+  int64_t size() const { return wide ? 4 : 2; }  // bytes of an element
 };
 static_assert(sizeof(TensorMap) <= 128, "it lies in a CUtensorMap");
 

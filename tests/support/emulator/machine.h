@@ -384,7 +384,7 @@ void cluster_wait(Thread& t);
 // ---- barriers in shared memory, and copies ---------------------------------------------------------------------
 
 void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals);
-void barrier_arrive(Thread& t, uint32_t barrier, bool in_cluster);
+void barrier_arrive(Thread& t, uint32_t barrier, bool in_cluster, uint32_t count = 1);
 void barrier_expect(Thread& t, uint32_t barrier, uint32_t bytes);
 bool barrier_try_wait(Thread& t, uint32_t barrier, uint32_t parity);
 uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank);

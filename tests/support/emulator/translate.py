@@ -235,7 +235,6 @@ class _Translation:
 
     def _change(self, x: Instruction, where: str, what: str, *, to: str = "") -> str:
         space, kind, _ = self._memory(x)
-        operation = x.opcode[2]
         changes = {
             "add": "a + b",
             "max": "a > b ? a : b",
@@ -243,6 +242,7 @@ class _Translation:
             "or": "a | b",
             "and": "a & b",
         }
+        (operation,) = (part for part in x.opcode if part in changes)
         operand = f"const {kind} b = {kind}({self.value(what)});"
         function = f"[&]({kind} a) {{ {operand} return {kind}({changes[operation]}); }}"
         name = f"change_{self._where(space)}<{kind}>"
@@ -347,7 +347,7 @@ class _Translation:
             if x.opcode[2] == "expect_tx":
                 return self._call(x, "barrier_expect", *operands[1:])
             in_cluster = "true" if "shared::cluster" in x.opcode else "false"
-            return self._call(x, "barrier_arrive", operands[1], in_cluster)
+            return self._call(x, "barrier_arrive", operands[1], in_cluster, *operands[2:])
         raise Untranslatable(".".join(x.opcode))
 
     def _fence(self, x: Instruction) -> str:

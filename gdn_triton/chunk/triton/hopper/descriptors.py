@@ -29,6 +29,7 @@ from gdn_triton._triton.launch import (
 )
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+ROWS32 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
 # TMA needs strides that are multiples of 16 bytes: this many elements of 2 bytes.
 TMA_ALIGNMENT = 8
 CHUNK = 64
@@ -79,7 +80,9 @@ def descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     past an edge with zeros and does not store past an edge."""
     strides = tma_strides(x.shape, x.stride())
     assert strides is not None, "TMA cannot access the tensor"
-    return TensorDescriptor(x, list(x.shape), list(strides), list(block), ROWS)
+    return TensorDescriptor(
+        x, list(x.shape), list(strides), list(block), ROWS if x.element_size() == 2 else ROWS32
+    )
 
 
 class _Unchecked(TensorDescriptor):  # type: ignore[misc]

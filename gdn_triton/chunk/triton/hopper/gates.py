@@ -94,12 +94,13 @@ def log2_decay(
 
 
 @gluon.jit
-def gates_role(
+def gates_walk(
     memory,
     inputs,
     p_A_log,
     p_dt_bias,
     walk,
+    ring,
     scale,
     dtype: gl.constexpr,
     RCP_LN2: gl.constexpr,
@@ -123,8 +124,7 @@ def gates_role(
     ONE: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LANES)
     o_f = gl.arange(0, FLAGS, ONE)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = ring
     G = gl.full([], HIGHEST, gl.float32)
     valid = o_t < n_rows
     offset = o_t.to(gl.int64)
@@ -186,3 +186,31 @@ def gates_role(
         flags.index(stage).store(numbers)
         mbarrier.arrive(gates_full.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def gates_role(
+    memory,
+    inputs,
+    p_A_log,
+    p_dt_bias,
+    walk,
+    scale,
+    dtype: gl.constexpr,
+    RCP_LN2: gl.constexpr,
+    FLOOR: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    HAS_DT_BIAS: gl.constexpr,
+    USE_SIGMOID: gl.constexpr,
+    BETA_FACTOR: gl.constexpr,
+):
+    """The role of a block with one walk."""
+    zero = gl.to_tensor(0)
+    gates_walk(
+        *(memory, inputs, p_A_log, p_dt_bias, walk, (zero, zero), scale),
+        *(dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
+        *(HAS_GATE, HAS_DT_BIAS, USE_SIGMOID, BETA_FACTOR),
+    )

@@ -26,7 +26,8 @@ from gdn_triton.chunk.triton.hopper import places
 from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS
-from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.roles import run_roles, run_tiles
+from gdn_triton.chunk.triton.hopper.tiles import tile_barriers
 from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE
 
 
@@ -41,6 +42,7 @@ def hopper_fwd_kernel(
     k_desc,
     v_desc,
     o_desc,
+    h0_desc,
     g,
     beta,
     A_log,
@@ -57,6 +59,7 @@ def hopper_fwd_kernel(
     has_state,
     checkpoints,
     checkpoint_slots,
+    taken,
     scale,
     T,
     N,
@@ -110,6 +113,9 @@ def hopper_fwd_kernel(
     LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     NORM: gl.constexpr,
+    DEALT: gl.constexpr,
+    LOADED: gl.constexpr,
+    LINES: gl.constexpr,
     EPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -126,82 +132,93 @@ def hopper_fwd_kernel(
     BLOCKS: gl.constexpr = V_BLOCKS + (0 if OUTPUT else (K + COLUMNS - 1) // COLUMNS)
     dtype: gl.constexpr = k_desc.dtype
     pid = gl.program_id(0)
-    block = pid % BLOCKS
-    first_v = block * COLUMNS
-    i_hv, i_w = pid // BLOCKS % HV, pid // BLOCKS // HV
-    i_h = i_hv // (HV // H)
-    # The columns that this block stores: the first, and the end. A map of keys begins with 0.
-    first_out, end_out = first_v, first_v * 0 + V
-    of_keys, end_next, n_rest = first_v * 0, first_v * 0, 0
-    i_n, i_state = i_w, i_w
-    # Of a segment: its window, and by columns whether its end differs from the next start.
-    MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
-    WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
-    p_marks = windows + i_hv * MARKS if WINDOWS else o
-    if IN_SEGMENTS:
-        if PART == "again":
-            if places.none_differs(i_w, p_marks, block + 1, HV * MARKS, NS, BS, IS_VARLEN):
-                return
-            i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
-                *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
-                *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
-            )
-        else:
-            i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
-                *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
-                *(BN, LAST_SKIPPED, IS_VARLEN),
-            )
-            inner = (1 - is_last) * (n_rows > 0).to(gl.int32)
-            if WINDOWS:
-                p_marks += i_w * (HV * MARKS)
-        if PART == "maps":
-            of_keys = (block >= V_BLOCKS).to(gl.int32)
-            first_out = first_v - of_keys * (V_BLOCKS * COLUMNS)
-            n_rows *= inner
-            if WINDOWS:
-                p_log2 = g + i_b.to(gl.int64) * stride_gb + i_hv.to(gl.int64) * stride_gh
-                first_row, n_rows = places.in_window(
-                    *(p_marks, block, of_keys, first_row, n_rows, p_log2, stride_gt),
-                    *(A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD),
-                )
-            end_out = gl.where(of_keys == 1, K, V)
-        if PART == "later":
-            end_out, end_next = is_last * V, inner * V
-        if n_rows == 0:
-            # The slot of a sequence that does not exist may lie past the last state.
-            if PART == "later":  # The next kernel waits for this one alone, not for the fold.
-                gdc_wait()
-            return
-    else:
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if DEALT:
+        PLACES: gl.constexpr = 128 if ORDERED else 2
+        order_s = gl.allocate_shared_memory(gl.int32, [PLACES, 1], FLAT)
         if ORDERED:
-            i_n, i_b, first_row, n_rows, n_rest = places.longest_first(i_w, cu_seqlens, T, N, BN)
+            places.find_order(order_s, cu_seqlens, N, BN, PLACES)
+    else:
+        block = pid % BLOCKS
+        first_v = block * COLUMNS
+        i_hv, i_w = pid // BLOCKS % HV, pid // BLOCKS // HV
+        i_h = i_hv // (HV // H)
+        # The columns that this block stores: the first, and the end. A map of keys begins with 0.
+        first_out, end_out = first_v, first_v * 0 + V
+        of_keys, end_next, n_rest = first_v * 0, first_v * 0, 0
+        i_n, i_state = i_w, i_w
+        # Of a segment: its window, and by columns whether its end differs from the next start.
+        MARKS: gl.constexpr = 1 + (V + BV - 1) // BV
+        WINDOWS: gl.constexpr = IN_SEGMENTS and windows is not None
+        p_marks = windows + i_hv * MARKS if WINDOWS else o
+        if IN_SEGMENTS:
+            if PART == "again":
+                if places.none_differs(i_w, p_marks, block + 1, HV * MARKS, NS, BS, IS_VARLEN):
+                    return
+                i_b, i_n, i_state, tokens, first_row, n_rows = places.rest_of(
+                    *(i_w, p_marks, block + 1, HV * MARKS, cu_seqlens, read_slots, T, N, NS),
+                    *(first, segment, BN, BS, LAST_SKIPPED, IS_VARLEN),
+                )
+            else:
+                i_b, i_n, tokens, first_row, n_rows, is_last = places.segment_of(
+                    *(i_w, cu_seqlens, read_slots, T, N, NS, first, segment),
+                    *(BN, LAST_SKIPPED, IS_VARLEN),
+                )
+                inner = (1 - is_last) * (n_rows > 0).to(gl.int32)
+                if WINDOWS:
+                    p_marks += i_w * (HV * MARKS)
+            if PART == "maps":
+                of_keys = (block >= V_BLOCKS).to(gl.int32)
+                first_out = first_v - of_keys * (V_BLOCKS * COLUMNS)
+                n_rows *= inner
+                if WINDOWS:
+                    p_log2 = g + i_b.to(gl.int64) * stride_gb + i_hv.to(gl.int64) * stride_gh
+                    first_row, n_rows = places.in_window(
+                        *(p_marks, block, of_keys, first_row, n_rows, p_log2, stride_gt),
+                        *(A_log, dt_bias, i_hv, RCP_LN2, FLOOR, THRESHOLD),
+                    )
+                end_out = gl.where(of_keys == 1, K, V)
+            if PART == "later":
+                end_out, end_next = is_last * V, inner * V
+            if n_rows == 0:
+                # The slot of a sequence that does not exist may lie past the last state.
+                if PART == "later":  # The next kernel waits for this one alone, not for the fold.
+                    gdc_wait()
+                return
         else:
-            i_b, first_row, n_rows, n_rest = places.sequence_of(i_n, cu_seqlens, T, N, IS_VARLEN)
-        i_state, tokens = i_n, n_rows * 0
-    # Columns of the initial state that are not zeros, and the number of the state to begin with.
-    end_in = first_v * 0 + V
-    i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
-    if read_slots is not None and not IN_SEGMENTS:
-        i_h0 = gl.load(read_slots + i_n).to(gl.int64)
-        kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
-        n_rest += n_rows * (1 - kept)
-        n_rows *= kept
-        end_out *= kept
-        end_in *= kept
-        if has_state is not None:
-            end_in *= gl.load(has_state + i_n).to(gl.int32)
-    rest_row = first_row + n_rows
-    next_slot = i_w + 1
-    if PART == "first":
-        order = (cu_seqlens, read_slots, N, NS, first, segment)
-        next_slot = places.slot_of(i_n, *order, BN, LAST_SKIPPED, IS_VARLEN)
-        end_next = gl.where(n_rows > first, V, 0)
-        end_out *= (n_rows <= first).to(gl.int32)
-        n_rows = gl.minimum(n_rows, first)
-    if write_slots is not None and OUTPUT:
-        i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
-        end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
-    n_chunks = (n_rows + CHUNK - 1) // CHUNK
+            if ORDERED:
+                i_n, i_b, first_row, n_rows, n_rest = places.longest_first(
+                    i_w, cu_seqlens, T, N, BN
+                )
+            else:
+                i_b, first_row, n_rows, n_rest = places.sequence_of(
+                    i_n, cu_seqlens, T, N, IS_VARLEN
+                )
+            i_state, tokens = i_n, n_rows * 0
+        # Columns of the initial state that are not zeros; the number of the state to begin with.
+        end_in = first_v * 0 + V
+        i_h0, i_ht = i_state.to(gl.int64), i_n.to(gl.int64)
+        if read_slots is not None and not IN_SEGMENTS:
+            i_h0 = gl.load(read_slots + i_n).to(gl.int64)
+            kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
+            n_rest += n_rows * (1 - kept)
+            n_rows *= kept
+            end_out *= kept
+            end_in *= kept
+            if has_state is not None:
+                end_in *= gl.load(has_state + i_n).to(gl.int32)
+        rest_row = first_row + n_rows
+        next_slot = i_w + 1
+        if PART == "first":
+            order = (cu_seqlens, read_slots, N, NS, first, segment)
+            next_slot = places.slot_of(i_n, *order, BN, LAST_SKIPPED, IS_VARLEN)
+            end_next = gl.where(n_rows > first, V, 0)
+            end_out *= (n_rows <= first).to(gl.int32)
+            n_rows = gl.minimum(n_rows, first)
+        if write_slots is not None and OUTPUT:
+            i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
+            end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
+        n_chunks = (n_rows + CHUNK - 1) // CHUNK
     if PART != "whole" or ORDERED:
         # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
         fence_async_shared()
@@ -209,7 +226,6 @@ def hopper_fwd_kernel(
     # With K above 128, queries and values have a ring of their own, whose full barrier is `ready`.
     Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], KEYS)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, BK], KEYS)
@@ -238,75 +254,161 @@ def hopper_fwd_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
         mbarrier.init(gates_full.index(s), count=1)
-        # All threads of the states arrive.
-        mbarrier.init(empty.index(s), count=1 if BK == 256 else STATES * 128)
+        # All threads of the states arrive, and of the triangles.
+        mbarrier.init(empty.index(s), count=1 if BK == 256 else (STATES + DEALT) * 128)
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
 
-    batch, head = i_b.to(gl.int64), i_hv.to(gl.int64)
-    walk_row = first_row.to(gl.int64)
-    p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
-    p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
-    p_o = o + batch * stride_ob + head * stride_oh + first_v
     # A role takes no None: in its place a pointer that the role does not use.
-    p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
-    p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
-    p_next = o
-    if PART == "first" or PART == "later":
-        p_next = starts + (next_slot.to(gl.int64) * HV + head) * (K * V)
-    MAP: gl.constexpr = K * (K if K > V else V)
-    p_end = shifts + (i_w.to(gl.int64) * HV + head) * MAP if PART == "later" else o
-    p_stops, p_stop_slots = o, cu_seqlens if IS_VARLEN else g
-    first_stop = i_h0
-    if checkpoints is not None:
-        p_stops = checkpoints + head * stride_ch
-        first_stop = (batch * T + first_row - tokens) // every
-        if checkpoint_slots is not None:
-            p_stop_slots = checkpoint_slots + gl.minimum(i_n, N - 1).to(gl.int64) * M
-    if not OUTPUT:
-        slot = i_w.to(gl.int64) * HV + head
-        stride_htk = gl.where(of_keys == 1, K, V)
-        # b goes where the fold makes the next segment's start of it.
-        p_ht = gl.where(of_keys == 1, shifts + slot * MAP, starts + (slot + HV) * (K * V))
-
-    gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
-    p_A_log = A_log + i_hv if A_log is not None else g
-    p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
-
-    walk = (n_chunks, n_rows, n_rest)
     fulls = (ready, gates_full, t_full, p_full)
     states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)
-    strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
     inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
     scratch = (a_s, x_s, blocks_s, exponents)
     tiles = (k_s, q_s, v_s, tile_full, empty)
     norms = (q_s, tile_full, ready)
     factors = (vectors, exponents, flags, gates_full, empty)
-    heads = (i_b, first_row, i_h, i_hv, first_v)
-    place = (i_b, first_row, i_hv, first_v, first_out, end_in, end_out, of_keys, end_next, rest_row)
-    ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
-    stops = (p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv)
-    run_roles(
-        *(states, fulls, inverses, scratch, tiles, norms, factors),
-        *((q_desc, k_desc, v_desc), o_desc, heads, place, walk),
-        *(ends, stops, strides, gate_inputs, p_A_log, p_dt_bias, scale),
-        *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
-        *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
-        *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED, PART),
-        OUTPUT=OUTPUT,
-        HAS_H0=h0 is not None,
-        STORE_HT=ht is not None or not OUTPUT,
-        HAS_GATE=A_log is not None,
-        HAS_DT_BIAS=dt_bias is not None,
-        USE_SIGMOID=USE_SIGMOID,
-        HAS_STOPS=checkpoints is not None and OUTPUT,
-        HAS_STOP_SLOTS=checkpoint_slots is not None,
-        ZERO_ROWS=(IS_VARLEN or read_slots is not None) and not IN_SEGMENTS,
-        WINDOWS=WINDOWS,
-        IS_VARLEN=IS_VARLEN,
-        NORM=NORM,
-    )
-    if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
-        if pid == gl.num_programs(0) - 1:
-            gdc_wait()
+    if DEALT:
+        dealt = tile_barriers(STATES, NORM)
+        run_tiles(
+            *(states, fulls, inverses, scratch, tiles, norms, factors, dealt),
+            *((q_desc, k_desc, v_desc, h0_desc), o_desc, order_s),
+            taken if taken is not None else g,
+            cu_seqlens if IS_VARLEN else g,
+            (
+                o,
+                h0 if h0 is not None else o,
+                ht if ht is not None else o,
+            ),
+            (
+                read_slots if read_slots is not None else g,
+                write_slots if write_slots is not None else g,
+                has_state if has_state is not None else g,
+            ),
+            (
+                checkpoints if checkpoints is not None else o,
+                checkpoint_slots if checkpoint_slots is not None else g,
+                every,
+                M,
+                stride_cn,
+                stride_ch,
+                stride_ck,
+                stride_cv,
+            ),
+            (stride_ob, stride_ot, stride_oh),
+            (
+                stride_h0n,
+                stride_h0h,
+                stride_h0k,
+                stride_h0v,
+                stride_htn,
+                stride_hth,
+                stride_htk,
+                stride_htv,
+            ),
+            (T, N, HV),
+            (g, beta),
+            A_log if A_log is not None else g,
+            dt_bias if dt_bias is not None else g,
+            (stride_gb, stride_gt, stride_gh, stride_betab, stride_betat, stride_betah),
+            *(scale, pid, gl.num_programs(0), HV // H),
+            *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES, BLOCKS),
+            *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
+            *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED),
+            HAS_H0=h0 is not None,
+            STORE_HT=ht is not None,
+            HAS_GATE=A_log is not None,
+            HAS_DT_BIAS=dt_bias is not None,
+            USE_SIGMOID=USE_SIGMOID,
+            HAS_STOPS=checkpoints is not None,
+            HAS_STOP_SLOTS=checkpoint_slots is not None,
+            HAS_SLOTS=read_slots is not None,
+            HAS_WRITE_SLOTS=write_slots is not None,
+            HAS_FLAGS=has_state is not None,
+            COUNTED=taken is not None,
+            ORDERED=ORDERED,
+            LOADED=LOADED,
+            LINES=LINES,
+            IS_VARLEN=IS_VARLEN,
+            NORM=NORM,
+        )
+    else:
+        batch, head = i_b.to(gl.int64), i_hv.to(gl.int64)
+        walk_row = first_row.to(gl.int64)
+        p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
+        p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
+        p_o = o + batch * stride_ob + head * stride_oh + first_v
+        p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
+        p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
+        p_next = o
+        if PART == "first" or PART == "later":
+            p_next = starts + (next_slot.to(gl.int64) * HV + head) * (K * V)
+        MAP: gl.constexpr = K * (K if K > V else V)
+        p_end = shifts + (i_w.to(gl.int64) * HV + head) * MAP if PART == "later" else o
+        p_stops, p_stop_slots = o, cu_seqlens if IS_VARLEN else g
+        first_stop = i_h0
+        if checkpoints is not None:
+            p_stops = checkpoints + head * stride_ch
+            first_stop = (batch * T + first_row - tokens) // every
+            if checkpoint_slots is not None:
+                p_stop_slots = checkpoint_slots + gl.minimum(i_n, N - 1).to(gl.int64) * M
+        if not OUTPUT:
+            slot = i_w.to(gl.int64) * HV + head
+            stride_htk = gl.where(of_keys == 1, K, V)
+            # b goes where the fold makes the next segment's start of it.
+            p_ht = gl.where(of_keys == 1, shifts + slot * MAP, starts + (slot + HV) * (K * V))
+
+        gate_inputs = (p_g, p_beta, stride_gt, stride_betat)
+        p_A_log = A_log + i_hv if A_log is not None else g
+        p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
+
+        walk = (n_chunks, n_rows, n_rest)
+        strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
+        heads = (i_b, first_row, i_h, i_hv, first_v)
+        place = (
+            i_b,
+            first_row,
+            i_hv,
+            first_v,
+            first_out,
+            end_in,
+            end_out,
+            of_keys,
+            end_next,
+            rest_row,
+        )
+        ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
+        stops = (
+            p_stops,
+            p_stop_slots,
+            first_stop,
+            tokens,
+            every,
+            M,
+            stride_cn,
+            stride_ck,
+            stride_cv,
+        )
+        run_roles(
+            *(states, fulls, inverses, scratch, tiles, norms, factors),
+            *((q_desc, k_desc, v_desc), o_desc, heads, place, walk),
+            *(ends, stops, strides, gate_inputs, p_A_log, p_dt_bias, scale),
+            *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
+            *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
+            *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED, PART),
+            OUTPUT=OUTPUT,
+            HAS_H0=h0 is not None,
+            STORE_HT=ht is not None or not OUTPUT,
+            HAS_GATE=A_log is not None,
+            HAS_DT_BIAS=dt_bias is not None,
+            USE_SIGMOID=USE_SIGMOID,
+            HAS_STOPS=checkpoints is not None and OUTPUT,
+            HAS_STOP_SLOTS=checkpoint_slots is not None,
+            ZERO_ROWS=(IS_VARLEN or read_slots is not None) and not IN_SEGMENTS,
+            WINDOWS=WINDOWS,
+            IS_VARLEN=IS_VARLEN,
+            NORM=NORM,
+        )
+        if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
+            if pid == gl.num_programs(0) - 1:
+                gdc_wait()

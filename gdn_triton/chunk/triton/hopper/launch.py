@@ -31,6 +31,8 @@ from gdn_triton.chunk.triton.steps.l2norm import l2norm_fwd
 from gdn_triton.constants import L2NORM_EPS, LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 
 CHUNK = 64
+# Half of 64 columns of a state.
+STATE_TILE = 1, 1, 64, 64
 
 
 # A launch walks whole sequences; or, of a call in segments, it walks the first ones, makes the maps
@@ -84,6 +86,9 @@ def forward_launch(
     varlen: bool,
     dependent: bool,
     norm: bool,
+    dealt: bool,
+    loaded: bool,
+    lines: bool,
 ) -> TileLaunch:
     """The strides of g, beta and o are those of a token and a head."""
     BK = 64 if K <= 64 else 128 if K <= 128 else 256
@@ -95,6 +100,7 @@ def forward_launch(
             "k_desc": row_tile(BK),
             "v_desc": row_tile(shape.states * COLUMNS),
             "o_desc": row_tile(COLUMNS),
+            "h0_desc": STATE_TILE if loaded else row_tile(BK),
         },
         H=H,
         HV=HV,
@@ -125,6 +131,9 @@ def forward_launch(
         ORDERED=ordered,
         IS_VARLEN=varlen,
         NORM=norm,
+        DEALT=dealt,
+        LOADED=loaded,
+        LINES=lines,
         EPS=L2NORM_EPS,
         num_warps=4,
         **options,
@@ -203,6 +212,16 @@ def is_ordered(p: Problem) -> bool:
 def sequences_at_once(p: Problem) -> int:
     """Packed sequences whose lengths a kernel reads at once: at least one for each thread."""
     return max(triton.next_power_of_2(p.N), 128) if p.is_varlen else 2
+
+
+# The rows of a sequence, on average, up to which a block walks several tiles. In longer ones the
+# ends of a tile take little of the time.
+MOST_ROWS_DEALT = 52 * CHUNK
+
+
+def is_dealt(p: Problem, tiles: int, multiprocessors: int) -> bool:
+    """Whether a block walks several of the tiles of whole sequences, with the same bits."""
+    return p.K <= 128 and tiles > multiprocessors and p.B * p.T <= MOST_ROWS_DEALT * p.N
 
 
 def order_size(p: Problem) -> int:
@@ -335,7 +354,21 @@ def launch(
     ordered = ordered and part in ("whole", "first") and is_ordered(p)
     if segments is not None and part != "first":
         walks = segments.most_long if part == "again" else segments.slots
+    programs, taken = blocks * p.HV * walks, None
+    multiprocessors = gpu_of(p.device).multiprocessors
+    dealt = part == "whole" and is_dealt(p, programs, multiprocessors)
+    if dealt:
+        programs = multiprocessors
+        if p.is_varlen:
+            taken = torch.zeros(1, dtype=torch.int32, device=p.device)
     g_strides, beta_strides, o_strides = head_strides(x.g), head_strides(x.beta), o.stride()
+    # Of whole sequences, TMA loads the states, which are stored by lines, where their channels of
+    # V are contiguous.
+    whole = dealt and p.K > 64 and pool is None
+    lines = whole and ht is not None and ht_strides[3] == 1
+    loaded = False
+    if whole and shape.states == 2 and not norm and h0 is not None:
+        loaded = not p.state_v_first and h0.dtype is torch.float32 and tma_reachable(h0)
     run = forward_launch(
         shape,
         p.H,
@@ -357,13 +390,17 @@ def launch(
         varlen=p.is_varlen,
         dependent=dependent,
         norm=norm,
+        dealt=dealt,
+        loaded=loaded,
+        lines=lines,
     )
     run(
-        (blocks * p.HV * walks, 1, 1),
+        (programs, 1, 1),
         q_desc=x.q,
         k_desc=x.k,
         v_desc=x.v,
         o_desc=o,
+        h0_desc=h0 if loaded else x.q,
         g=x.g,
         beta=x.beta,
         A_log=x.A_log,
@@ -376,6 +413,7 @@ def launch(
         windows=None if segments is None else segments.windows,
         cu_seqlens=None if x.cu_seqlens is None else x.cu_seqlens.contiguous(),
         **pool_pointers(pool),
+        taken=taken,
         scale=p.scale,
         T=p.T,
         N=p.N,

@@ -8,11 +8,12 @@ from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, view
 
 
 @gluon.jit
-def loader_role(
+def loader_walk(
     memory,
     descs,
     place,
     walk,
+    ring,
     dtype: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
@@ -24,8 +25,7 @@ def loader_role(
     i_b, first_row, i_h, i_hv, first_v = place
     n_chunks, _, _ = walk
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = ring
     for i in range(n_chunks):
         row = first_row + i * CHUNK
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -39,3 +39,24 @@ def loader_role(
             load_tile(q_desc, [i_b, row, i_h, 0], full, q)
         load_tile(v_desc, [i_b, row, i_hv, first_v], full, v)
         stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def loader_role(
+    memory,
+    descs,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """The role of a block with one walk."""
+    zero = gl.to_tensor(0)
+    loader_walk(
+        *(memory, descs, place, walk, (zero, zero)),
+        *(dtype, BK, BV, STAGES, OUTPUT),
+    )

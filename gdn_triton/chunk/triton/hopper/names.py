@@ -160,3 +160,15 @@ def rounded(x, dtype: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns of x, in the registers of x."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def joined(a, b):
+    """The matrix with the halves a and b, in their registers."""
+    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [a.shape[0], 2 * a.shape[1]])

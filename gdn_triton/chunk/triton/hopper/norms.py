@@ -80,9 +80,10 @@ def normalize_keys(k, n_rows, BK: gl.constexpr, EPS: gl.constexpr):
 
 
 @gluon.jit
-def norm_role(
+def norm_walk(
     memory,
     walk,
+    ring,
     dtype: gl.constexpr,
     BK: gl.constexpr,
     NUMBER: gl.constexpr,
@@ -96,6 +97,7 @@ def norm_role(
     STEPS: gl.constexpr = CHUNK // ROWS
     PART: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # The layout of `normalize_keys`, with the rows of one warp.
+    stage, phase = ring
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32]],
         [[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],
@@ -106,8 +108,6 @@ def norm_role(
     if NORM:
         # A tile is stored as parts of 64 columns.
         parts = viewed(q_s, dtype, [STAGES * PARTS * STEPS, ROWS, 64], PART)
-        stage = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
         for _ in range(n_chunks):
             mbarrier.wait(tile_full.index(stage), phase)
             first = stage * (PARTS * STEPS) + NUMBER * (STEPS // NORM_WARPS)
@@ -118,3 +118,20 @@ def norm_role(
             fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def norm_role(
+    memory,
+    walk,
+    dtype: gl.constexpr,
+    BK: gl.constexpr,
+    NUMBER: gl.constexpr,
+    STAGES: gl.constexpr,
+    NORM: gl.constexpr,
+    EPS: gl.constexpr,
+):
+    """The role of a block with one walk."""
+    zero = gl.to_tensor(0)
+    norm_walk(memory, walk, (zero, zero), dtype, BK, NUMBER, STAGES, NORM, EPS)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn_triton.chunk.triton.hopper.gates import add, log2_decay
-from gdn_triton.chunk.triton.hopper.names import CHUNK
+from gdn_triton.chunk.triton.hopper.names import CHUNK, viewed
 
 # The decay, in log2 units, after which hardly anything is left of a state, and the chunks of the
 # longest window.
@@ -43,6 +43,32 @@ def longest_first(i_w, cu_seqlens, T, N, BN: gl.constexpr):
     first_row = gl.sum(gl.where(here, start_n, 0), 0)
     n_rows = gl.sum(gl.where(here, rows_n, 0), 0)
     return i_n, i_w * 0, first_row, n_rows, gl.where(i_n == N - 1, T - first_row - n_rows, 0)
+
+
+@gluon.jit
+def find_order(order_s, cu_seqlens, N, BN: gl.constexpr, THREADS: gl.constexpr):
+    """Stores the numbers of the packed sequences, of which there are at most as many as threads, in
+    descending order of their lengths."""
+    # Each thread compares one sequence with all others.
+    ROWS: gl.constexpr = gl.BlockedLayout([1, BN], [32, 1], [gl.num_warps(), 1], [1, 0])
+    OWN: gl.constexpr = gl.SliceLayout(1, ROWS)
+    ALL: gl.constexpr = gl.SliceLayout(0, ROWS)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    own_s = viewed(order_s, gl.int32, [THREADS], FLAT)
+    all_s = own_s.slice(0, BN)
+    o_n = gl.arange(0, THREADS, OWN)
+    o_m = gl.arange(0, BN, ALL)
+    n = gl.minimum(o_n, N - 1)
+    rows = (gl.load(cu_seqlens + n + 1) - gl.load(cu_seqlens + n)).to(gl.int32)
+    # A number that does not exist comes last.
+    rows = gl.where(o_n < N, rows, -1)
+    own_s.store(rows)
+    others = all_s.load(ALL)[None, :]
+    own, number = rows[:, None], o_n[:, None]
+    first = (others > own) | ((others == own) & (o_m[None, :] < number))
+    own_s.store(gl.sum(first.to(gl.int32), 1))
+    place = all_s.load(ALL)[None, :]
+    own_s.store(gl.sum(gl.where(place == number, o_m[None, :], 0), 1))
 
 
 @gluon.jit

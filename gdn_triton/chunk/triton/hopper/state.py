@@ -36,6 +36,7 @@ from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     COPIES,
     advance,
+    halves,
     here,
     opaque,
     power,
@@ -51,6 +52,24 @@ from gdn_triton.chunk.triton.hopper.names import (
 # walks of the same tokens round differently where their frames differ, and end 2^-8 apart (float16:
 # 2^-11), or 2^-6 (2^-8.5) where all keys are equal.
 SAME_START, SAME_START_16 = gl.constexpr(0.0625), gl.constexpr(0.015625)
+
+
+@gluon.jit
+def store_state(p_ht, S, first, end, stride_v, stride_k, tile, K: gl.constexpr):
+    """Stores S [64, 128], whose channels of V are contiguous in memory, through a tile of 8 KB: a
+    warp then stores whole lines, and not 8 channels of V of 4 channels of K."""
+    LINES: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    PIECE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    piece_s = viewed(tile, gl.float32, [32, 64], PIECE).permute((1, 0))
+    o_v = first + gl.arange(0, 64, gl.SliceLayout(1, LINES))
+    left, right = halves(S)
+    pieces = halves(left) + halves(right)
+    for j in gl.static_range(4):
+        piece_s.store(pieces[j])
+        piece = piece_s.load(LINES)
+        o_k = j * 32 + gl.arange(0, 32, gl.SliceLayout(0, LINES))
+        stored = (o_v < end)[:, None] & (o_k < K)[None, :]
+        gl.store(p_ht + (o_v[:, None] * stride_v + o_k[None, :] * stride_k), piece, mask=stored)
 
 
 @gluon.jit
@@ -174,7 +193,7 @@ def narrow_scores(P, exponents, stage, steep):
 
 
 @gluon.jit
-def state_role(
+def state_walk(
     memory,
     fulls,
     o_desc,
@@ -183,6 +202,7 @@ def state_role(
     strides,
     place,
     walk,
+    ring,
     dtype: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -201,6 +221,9 @@ def state_role(
     LAST_SKIPPED: gl.constexpr,
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    LINES: gl.constexpr = False,
+    start=None,
+    LOADED: gl.constexpr = False,
 ):
     k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty = memory
     tile_full, gates_full, t_full, p_full = fulls
@@ -239,8 +262,11 @@ def state_role(
         if WINDOWS:
             end_next = gl.where(gl.load(p_marks, mask=end_next > 0, other=0) > 0, end_next, 0)
     if HAS_H0:
-        offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
-        S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
+        if LOADED:
+            S = start
+        else:
+            offsets = o_v[:, None] * stride_h0v + o_k[None, :] * stride_h0k
+            S = gl.load(p_h0 + offsets, mask=inside, other=0).to(gl.float32)
         S *= DOWN
         end = gl.full([], UP, gl.float32)
     if not OUTPUT:
@@ -251,10 +277,7 @@ def state_role(
     # accumulators are given: zeros would be live at the same time, and spill.
     x = gl.zeros([BV, CHUNK], gl.float32, PRODUCT)
     o_tile = o_s.index(NUMBER)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    t_stage = gl.to_tensor(0)
-    t_phase = gl.to_tensor(0)
+    stage, phase, t_stage, t_phase, done = ring
     for i in range(n_chunks):
         left = n_rows - i * CHUNK
         mbarrier.wait(gates_full.index(stage), phase)
@@ -275,12 +298,12 @@ def state_role(
         q = q_s.index(stage)
         if OUTPUT:
             # Where a block has two states, each makes P' of every second chunk.
-            if (i + NUMBER) % STATES == 0:
+            if (done + i + NUMBER) % STATES == 0:
                 if STATES > 1:
                     # The other state has read P' of chunk i - T_STAGES.
-                    past = gl.maximum(i - T_STAGES, 0)
+                    past = gl.maximum(done + i - T_STAGES, 0)
                     past_phase = (past // STAGES) & 1
-                    mbarrier.wait(empty.index(past % STAGES), past_phase, pred=i >= T_STAGES)
+                    mbarrier.wait(empty.index(past % STAGES), past_phase, pred=done + i >= T_STAGES)
                 steep = scalar_of(numbers, STEEP)
                 # With the number 0, which the assembler does not know to be 0. It would else take
                 # the addresses of q from this branch in chunks without it, too (docs/tried.md).
@@ -388,7 +411,9 @@ def state_role(
         # Rows that belong to no sequence, after the last one.
         p_rest = p_o + rest_row.to(gl.int64) * stride_ot
         zero_rows(p_rest, stride_ot, n_rest, V - first_v, BV)
-    if STORE_HT:
+    if STORE_HT and LINES:
+        store_state(p_ht, S * end, first_out, end_out, stride_htv, stride_htk, o_tile, K)
+    if STORE_HT and not LINES:
         stored = (o_out < end_out)[:, None] & (o_k < K)[None, :]
         offsets = o_out[:, None] * stride_htv + o_k[None, :] * stride_htk
         gl.store(p_ht + offsets, (S * end).to(p_ht.dtype.element_ty), mask=stored)
@@ -405,3 +430,43 @@ def state_role(
             gl.store(p_marks + (1 + first_v // BV), differs, mask=first_v < V)
             if differs > 0:
                 gl.store(p_end + offsets, S, mask=inside)
+    return stage, phase, t_stage, t_phase, done + n_chunks
+
+
+@gluon.jit
+def state_role(
+    memory,
+    fulls,
+    o_desc,
+    ends,
+    stops,
+    strides,
+    place,
+    walk,
+    dtype: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+    NUMBER: gl.constexpr,
+    STATES: gl.constexpr,
+    STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    STORE_HT: gl.constexpr,
+    PART: gl.constexpr,
+    WINDOWS: gl.constexpr,
+    HAS_STOPS: gl.constexpr,
+    HAS_STOP_SLOTS: gl.constexpr,
+    LAST_SKIPPED: gl.constexpr,
+    ZERO_ROWS: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+):
+    """The role of a block with one walk."""
+    zero = gl.to_tensor(0)
+    state_walk(
+        *(memory, fulls, o_desc, ends, stops, strides, place, walk, (zero, zero, zero, zero, zero)),
+        *(dtype, K, V, BK, BV, NUMBER, STATES, STAGES, T_STAGES),
+        *(HAS_H0, STORE_HT, PART, WINDOWS, HAS_STOPS, HAS_STOP_SLOTS),
+        *(LAST_SKIPPED, ZERO_ROWS, IS_VARLEN),
+    )

@@ -11,6 +11,7 @@ because only its elements below the diagonal blocks are used.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -293,10 +294,11 @@ def triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype: gl.constexpr, FULL: gl.con
 
 
 @gluon.jit
-def triangles_role(
+def triangles_walk(
     memory,
     scratch,
     walk,
+    ring,
     dtype: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -305,7 +307,10 @@ def triangles_role(
     HAS_NARROW: gl.constexpr = False,
     NORM: gl.constexpr = False,
     EPS: gl.constexpr = 0.0,
+    SEVERAL: gl.constexpr = False,
 ):
+    """SEVERAL: other walks follow, whose loads overwrite the keys once these warps, too, have
+    arrived at ``empty``."""
     k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty = memory
     if HAS_NARROW:
         a_s, x_s, blocks_s, exponents = scratch
@@ -325,12 +330,11 @@ def triangles_role(
     block = x_r // 16 + x_c * 0
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
 
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    t_stage = gl.to_tensor(0)
-    mbarrier.wait(tile_full.index(0), 0, pred=n_chunks > 0)
+    stage, phase, t_stage, done = ring
+    last = gl.to_tensor(0)
+    mbarrier.wait(tile_full.index(stage), phase, pred=n_chunks > 0)
     kk = key_products(
-        k_s.index(0), ready.index(0), n_chunks > 0, n_rows, zero, BK, IS_VARLEN, NORM, EPS
+        k_s.index(stage), ready.index(stage), n_chunks > 0, n_rows, zero, BK, IS_VARLEN, NORM, EPS
     )
     for i in range(n_chunks):
         mbarrier.wait(gates_full.index(stage), phase)
@@ -341,16 +345,20 @@ def triangles_role(
         # would keep each element of their masks in a register.
         row = gl.where(n_rows > i, o_r, -1)[:, None]
         A = warpgroup_mma_wait(0, deps=[kk])
+        if SEVERAL:
+            if i > 0:
+                async_copy.mbarrier_arrive(empty.index(last), increment_count=False)
         Ah = with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NARROW)
         D, L, Z0, Z1 = blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block)
 
         # k k^T of the next chunk runs while T is stored. After the last chunk this product reads
-        # old keys, and its result is not used.
+        # old keys, and its result is not used. Where loads follow, these are the same keys again.
+        last = stage
         stage, phase = advance(stage, phase, STAGES)
         mbarrier.wait(tile_full.index(stage), phase, pred=i + 1 < n_chunks)
         left = gl.where(i + 1 < n_chunks, n_rows - (i + 1) * CHUNK, CHUNK)
         kk = key_products(
-            k_s.index(stage),
+            k_s.index(gl.where(i + 1 < n_chunks, stage, last) if SEVERAL else stage),
             ready.index(stage),
             i + 1 < n_chunks,
             left,
@@ -361,7 +369,7 @@ def triangles_role(
             EPS,
         )
         Z0, Z1 = warpgroup_mma_wait(1, deps=[Z0, Z1])
-        past = i - T_STAGES
+        past = done + i - T_STAGES
         past_stage = gl.maximum(past, 0) % STAGES
         past_phase = (gl.maximum(past, 0) // STAGES) & 1
         mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
@@ -371,3 +379,28 @@ def triangles_role(
         mbarrier.arrive(t_full.index(t_stage), count=1)
         t_stage = (t_stage + 1) % T_STAGES
     warpgroup_mma_wait(0, deps=[kk])
+    if SEVERAL:
+        async_copy.mbarrier_arrive(empty.index(last), increment_count=False)
+    return stage, phase, t_stage, done + n_chunks
+
+
+@gluon.jit
+def triangles_role(
+    memory,
+    scratch,
+    walk,
+    dtype: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
+    HAS_NARROW: gl.constexpr = False,
+    NORM: gl.constexpr = False,
+    EPS: gl.constexpr = 0.0,
+):
+    """The role of a block with one walk."""
+    zero = gl.to_tensor(0)
+    triangles_walk(
+        *(memory, scratch, walk, (zero, zero, zero, zero)),
+        *(dtype, BK, STAGES, T_STAGES, IS_VARLEN, HAS_NARROW, NORM, EPS),
+    )

@@ -33,6 +33,7 @@ from gdn_triton.chunk.triton.hopper.gates import (
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     advance,
+    halves,
     here,
     load_tile,
     opaque,
@@ -59,12 +60,6 @@ from gdn_triton.chunk.triton.hopper.triangles import (
 
 # Columns of the state that are rounded at once.
 PIECE = gl.constexpr(32)
-
-
-@gluon.jit
-def halves(x):
-    """The left and the right half of the columns of x, in the registers of x."""
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
