@@ -120,7 +120,9 @@ def sum_of_shared_rows(x):
     PAIRS: tl.constexpr = x.shape[0] // 2
     o_row = tl.arange(0, x.shape[0])[:, None, None, None]
     o_pair = tl.arange(0, PAIRS)[None, None, None, :]
-    x = tl.sum(tl.where(o_row % PAIRS == o_pair, x[:, :, :, None], -0.0), 0)
+    # Triton compiles the literal -0.0 to +0, and a sum of -0 and +0 is +0.
+    nothing = tl.full([], -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    x = tl.sum(tl.where(o_row % PAIRS == o_pair, x[:, :, :, None], nothing), 0)
     for _ in tl.static_range(6):
         if x.shape[2] > 1:
             x = tl.sum(tl.reshape(x, [BV, 2, 2, x.shape[2] // 2]), 2)
