@@ -33,7 +33,7 @@ from gdn_triton import chunk_gated_delta_rule
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.triton.hopper import releases, support
-from gdn_triton.chunk.triton.hopper.releases import RELEASES
+from gdn_triton.chunk.triton.hopper.releases import RELEASES, most_states
 from gdn_triton.chunk.triton.hopper.segments import (
     Cut,
     choose_cut,
@@ -164,7 +164,15 @@ def test_slots(lengths: tuple[int, ...], cut: Cut) -> None:
     ],
 )
 def test_states_of_whole(change: dict[str, Any], states: int) -> None:
-    assert states_of_whole(132, replace(COMMON, **{"HV": 16, **change})) == states
+    """With a release of Triton whose blocks have one state always one."""
+    found = states_of_whole(132, replace(COMMON, **{"HV": 16, **change}))
+    assert found == min(states, most_states())
+
+
+@pytest.mark.parametrize(("release", "states"), [("3.6.0", 2), ("3.8.0", 2), ("3.9.0", 1)])
+def test_most_states(release: str, states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "installed_release", lambda: release)
+    assert most_states() == states
 
 
 @pytest.mark.parametrize(
