@@ -72,7 +72,7 @@ def decode(ratios: Iterable[Ratio], heads: str = "16/32") -> Data:
     roofs: dict[tuple[str, str], float] = {}
     rest: list[Ratio] = []
     for x in ratios:
-        if x.what.startswith("Decode step,") and x.case.endswith(f", {heads}"):
+        if x.what.startswith("Decode step,") and x.case.removesuffix(MODEL).endswith(f", {heads}"):
             if x.other == ROOF:
                 roofs[x.what, x.case] = x.value
             else:
@@ -155,7 +155,7 @@ def draw(data: Data, target: Path) -> None:
         for axis in figure.axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
     description = {"Date": None, "Description": digest(data)}
     figure.savefig(target, format="svg", metadata=description)
     pyplot.close(figure)
