@@ -106,6 +106,7 @@ STACK: dict[tuple[int, int], dict[str, int]] = {
         "window_fwd_kernel": 256,  # few states: 200 with Triton 3.9.0, 104 with 3.6.0
         "window_early_fwd_kernel": 64,  # many states
         "layer_window_kernel": 64,  # accepted drafts, key-first bf16 states
+        "layer_tokens_kernel": 64,  # the same
     },
     # Four-byte operands hold twice the registers; accuracy comes first there, not speed.
     (90, 4): {

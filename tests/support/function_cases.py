@@ -4,6 +4,7 @@ this table. A new function, and a new tensor of an old one, gets its entry here.
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +146,10 @@ _LEFT = {"state": [2, 3, 6]}  # not written either
 _UNUSED = [0, 3, 5, 6]
 _LAYER = {name: [2] for name in ("mixed_qkv", "a", "b", "gate")}
 _WINDOW = {f"window.{name}": f"window.{name}" for name in ("u", "k", "g", "calls", "start")}
+_UNUSED_STATES = {"state": _UNUSED, "conv_state": _UNUSED}
 _UNUSED_WINDOW = dict.fromkeys(("state", *_WINDOW), _UNUSED)
+
+layer_step = partial(Function, exports="layer_step", call=gdn_triton.layer_step, batch=SHORT)
 
 TABLE = (
     Function(
@@ -380,15 +384,12 @@ TABLE = (
         ROWS,
         gradients=("reference",),
     ),
-    Function(
+    layer_step(
         "layer step",
-        "layer_step",
-        gdn_triton.layer_step,
-        make_layer_step,
-        SHORT,
-        ("state", "conv_state"),
-        nobody={**_LAYER, "state": _UNUSED, "conv_state": _UNUSED},
-        meaningless={"state": _UNUSED, "conv_state": _UNUSED},
+        make=make_layer_step,
+        written=("state", "conv_state"),
+        nobody=_LAYER | _UNUSED_STATES,
+        meaningless=_UNUSED_STATES,
     ),
     Function(
         "layer step with a window",
@@ -401,15 +402,12 @@ TABLE = (
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
         named={**_WINDOW, "window.tickets": "window.tickets"},
     ),
-    Function(
+    layer_step(
         "layer step of tokens",
-        "layer_step",
-        gdn_triton.layer_step,
-        make_layer_tokens,
-        SHORT,
-        ("state", "conv_state"),
-        nobody={**_LAYER, "state": _UNUSED, "conv_state": _UNUSED},
-        meaningless={"state": _UNUSED, "conv_state": _UNUSED},
+        make=make_layer_tokens,
+        written=("state", "conv_state"),
+        nobody=_LAYER | _UNUSED_STATES,
+        meaningless=_UNUSED_STATES,
         named={"counters": "counters"},
     ),
     Function(
@@ -423,24 +421,18 @@ TABLE = (
         meaningless={**_UNUSED_WINDOW, "conv_state": _UNUSED},
         named={**_WINDOW, "window.tickets": "window.tickets"},
     ),
-    Function(
+    layer_step(
         "layer step of drafts",
-        "layer_step",
-        gdn_triton.layer_step,
-        make_layer_drafts,
-        SHORT,
-        ("state", "conv_state"),
+        make=make_layer_drafts,
+        written=("state", "conv_state"),
         nobody={**_LAYER, "state": [2, 3, 4, 6], "conv_state": _UNUSED},
         meaningless={"state": [6], "conv_state": _UNUSED},
         named={"counters": "counters"},
     ),
-    Function(
+    layer_step(
         "layer step of trees",
-        "layer_step",
-        gdn_triton.layer_step,
-        make_layer_tree,
-        SHORT,
-        ("state", "conv_state"),
+        make=make_layer_tree,
+        written=("state", "conv_state"),
         nobody={
             **{**_LAYER, "write_slots": [2], "parents": [2]},
             **{name: [0, 3, *range(5, 14)] for name in ("state", "conv_state")},
@@ -448,18 +440,12 @@ TABLE = (
         meaningless={name: [0, 3, 9, 10, 13] for name in ("state", "conv_state")},
         named={"counters": "counters"},
     ),
-    Function(
+    layer_step(
         "layer step of packed tokens",
-        "layer_step",
-        gdn_triton.layer_step,
-        make_layer_packed,
-        SHORT,
-        ("out", "state", "conv_state"),
-        nobody={
-            **rows(SKIPPED[SHORT], "mixed_qkv", "a", "b", "gate"),
-            **{"state": _UNUSED, "conv_state": _UNUSED},
-        },
-        meaningless={"state": _UNUSED, "conv_state": _UNUSED},
+        make=make_layer_packed,
+        written=("out", "state", "conv_state"),
+        nobody=rows(SKIPPED[SHORT], "mixed_qkv", "a", "b", "gate") | _UNUSED_STATES,
+        meaningless=_UNUSED_STATES,
         named={"counters": "counters"},
     ),
     Function("norm", "rms_norm_gated", gdn_triton.rms_norm_gated, make_norm, ROWS, gradients=BOTH),

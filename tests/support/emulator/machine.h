@@ -162,6 +162,8 @@ EMULATOR_FLOAT2(max, std::fmax(a, b))
 inline uint32_t fma_rn_f32(uint32_t a, uint32_t b, uint32_t c) { return bits(std::fma(f(a), f(b), f(c))); }
 inline uint32_t neg_f32(uint32_t a) { return a ^ 0x80000000u; }
 inline uint16_t neg_bf16(uint16_t a) { return a ^ 0x8000u; }
+inline uint16_t neg_f16(uint16_t a) { return a ^ 0x8000u; }
+inline uint32_t neg_f16x2(uint32_t a) { return a ^ 0x80008000u; }
 inline uint32_t neg_bf16x2(uint32_t a) { return a ^ 0x80008000u; }
 inline uint32_t abs_f32(uint32_t a) { return a & 0x7fffffffu; }
 inline uint32_t rcp_rn_f32(uint32_t a) { return bits(1 / f(a)); }
