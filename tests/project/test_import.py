@@ -25,10 +25,11 @@ def test_import_loads_nothing_heavy():
         assert "torch._dynamo" not in new
         ours = sorted(m for m in new if m.startswith("gdn_triton."))
         # Kernels, host code of backends, what imports torch's compiler. A `support` judges only,
-        # with the rule of the segments on Hopper.
+        # with the rules of the segments on Hopper and the releases of Triton.
         late = {"triton", "cuda", "sharded", "reference", "traces"}
-        judges = {m for m in ours if m.endswith((".support", ".hopper.segments"))}
-        judges |= {m.removesuffix(".support") for m in judges}
+        rules = (".support", ".hopper.segments", ".hopper.releases", ".hopper.walks.segments")
+        judges = {m for m in ours if m.endswith(rules)}
+        judges |= {m.rpartition(".")[0] for m in judges}
         early = [m for m in ours if late & set(m.split(".")) and m not in judges]
         assert ours and not early, early
         assert "gdn_triton.reference" not in new
@@ -68,7 +69,9 @@ def test_import_registers_every_operator():
         "fused_recurrent_bwd",
         "fused_recurrent_fwd",
         "layer_step",
+        "layer_step_out",
         "layer_step_window",
+        "layer_step_window_out",
         "recurrent_step",
         "recurrent_step_out",
         "recurrent_step_window",
@@ -204,8 +207,10 @@ def test_call_on_cpu_leaves_triton_kernels_alone():
         found = [m for m in sys.modules if m[:4] == "gdn_" and "triton" in m.split(".")]
         # The folders, and the judges that import no Triton.
         base = "gdn_triton.chunk.triton"
-        judges = [base + ".hopper.segments", base + ".hopper.support", base + ".support"]
-        assert sorted(found) == [base, base + ".hopper", *judges]
+        hopper, walks = base + ".hopper", base + ".hopper.walks"
+        judges = [hopper + name for name in (".releases", ".segments", ".support")]
+        judges += [walks, walks + ".segments", base + ".support"]
+        assert sorted(found) == [base, hopper, *judges]
         """
     )
 
