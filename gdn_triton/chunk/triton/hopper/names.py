@@ -135,30 +135,27 @@ def either(x, y):
 
 
 @gluon.jit
-def rounded_again(x, dtype: gl.constexpr):
-    """x, fp32, in a 16-bit dtype, by instructions that the compiler does not replace by an earlier
-    result of the same."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=False, pack=2
-        )
-
-
-@gluon.jit
-def rounded(x, dtype: gl.constexpr):
+def rounded(x, dtype: gl.constexpr, AGAIN: gl.constexpr = False):
     """x, fp32, in a 16-bit dtype, two elements at once. The compiler does not move a select of x
-    past this instruction, to where it would select one element at a time."""
+    past this instruction, to where it would select one element at a time. With AGAIN the compiler
+    does not replace the instructions by an earlier result of the same x."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [x],
+            dtype=gl.bfloat16,
+            is_pure=not AGAIN,
+            pack=2,
         )
     else:
         return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+            "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [x],
+            dtype=gl.float16,
+            is_pure=not AGAIN,
+            pack=2,
         )
 
 

@@ -41,7 +41,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     opaque,
     power,
     rounded,
-    rounded_again,
     scalar_of,
     store_tile,
     times_power,
@@ -355,7 +354,7 @@ def state_walk(
             is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         if OUTPUT:
             if COPIES:
-                Sb = rounded_again(S, dtype)
+                Sb = rounded(S, dtype, AGAIN=True)
                 if not IS_HALF:
                     if enter != 1.0:
                         Sb = Sb * opaque(enter).to(dtype)
