@@ -44,7 +44,8 @@ def test_first(
     x = function.arguments(device)
     found = first(function, x)
     monkeypatch.setenv("GDN_BACKEND", "reference")
-    assert_near(found, first(function, wide(x)), first(function, x))
+    # The forward rounds in each of its steps, and so does the backward.
+    assert_near(found, first(function, wide(x)), first(function, x), passes=2)
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["constant", "varying"])
@@ -64,4 +65,5 @@ def test_second(
         return
     monkeypatch.setenv("GDN_BACKEND", "reference")
     exact = second(function, wide(x), linear=linear)
-    assert_near(found, exact, second(function, x, linear=linear))
+    # The same, and the derivative of both.
+    assert_near(found, exact, second(function, x, linear=linear), passes=4)

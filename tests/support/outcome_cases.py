@@ -175,15 +175,19 @@ def assert_same_bits(found: Results, expected: Results) -> None:
         assert same_bits(z, y), f"{name} has other bits"
 
 
-def unit_of(x: Tensor, given: float = 0.0) -> float:
-    """The unit roundoff of a result. given: that of the arguments, where it is larger. On a GPU
-    products of fp32 are three products in tf32, with twice its 11 bits."""
+def unit_of(x: Tensor, given: float = 0.0, passes: int = 1) -> float:
+    """The unit roundoff of a result. given: that of the arguments, where it is larger. passes: how
+    often the steps of a call run, one after another. On a GPU products of fp32 are three products
+    in tf32, with twice its 11 bits."""
     products = 2.0**-22 if x.is_cuda else 0.0
-    return ROUNDINGS * max(given, products, torch.finfo(x.dtype).eps / 2)
+    return passes * ROUNDINGS * max(given, products, torch.finfo(x.dtype).eps / 2)
 
 
-def assert_near(found: Results, exact: Results, narrow: Results, unit: float = 0.0) -> None:
-    """exact: in float64. narrow: by an independent computation. unit: of the arguments."""
+def assert_near(
+    found: Results, exact: Results, narrow: Results, unit: float = 0.0, passes: int = 1
+) -> None:
+    """exact: in float64. narrow: by an independent computation. unit: of the arguments. passes: of
+    `unit_of`."""
     assert found.keys() == exact.keys() == narrow.keys()
     for name, y in found.items():
         y = y.detach().as_subclass(Tensor)
@@ -191,7 +195,7 @@ def assert_near(found: Results, exact: Results, narrow: Results, unit: float = 0
             assert torch.equal(y, exact[name]), f"{name} has other numbers"
             continue
         expected, independent = exact[name].detach().to(FP64), narrow[name].detach().to(FP64)
-        limit = unit_of(y, unit)
+        limit = unit_of(y, unit, passes)
         assert_within_budget(name, y, expected, independent, dtype=y.dtype, unit=limit)
 
 
