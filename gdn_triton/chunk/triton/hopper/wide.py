@@ -209,7 +209,9 @@ def wide_state_role(
                 # Rows past the end belong to another sequence and may be NaN.
                 x = gl.where((o_t < left)[None, :], x, 0.0)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
-        # All of v is in x, so the loader may overwrite the tile of v.
+        # The loader may overwrite the tile of v once all of it is loaded. An arrival does not wait
+        # for loads that precede it. The fence does.
+        fence_async_shared()
         mbarrier.arrive(q_empty.index(t_stage), count=1)
         mbarrier.wait(t_full.index(t_stage), t_phase)
         t = t_s.index(t_stage)

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
@@ -77,6 +77,9 @@ def back_block(
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
+    # TMA arrives at these barriers, and overwrites memory through which sums of the whole block
+    # have passed (kernel.py).
+    fence_async_shared()
 
     i_b, first_row, _, i_hv, first_v = heads
     place = (i_b, first_row, i_hv, first_v, first_slot)

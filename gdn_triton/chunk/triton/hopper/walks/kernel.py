@@ -15,7 +15,6 @@ of the identity, for which columns of v beyond V are zeros; their walks store th
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper.names import CHUNK
@@ -177,8 +176,6 @@ def hopper_walks_kernel(
                 if pid == gl.num_programs(0) - 1:
                     gdc_wait()
             return
-        # Sums of the whole block pass through memory that tiles take later.
-        fence_async_shared()
     n_chunks = (n_rows + CHUNK - 1) // CHUNK
     first_slot = i_n * NT
     if IS_VARLEN:
