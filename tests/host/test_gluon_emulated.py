@@ -1,7 +1,7 @@
 """The Gluon kernels without a GPU: tests/support/gluon_emulated.py, gluon_walks.py and
 gluon_backward.py run the PTX that Triton makes of them on a CPU, in a process of its own, since
 Triton decides on import between its interpreter and its compiler. gluon_launches.py holds the
-emulator to what it says of launches that overlap. Needs g++."""
+emulator to what it finds between launches. Needs g++."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Holds the emulator to what it says of launches that overlap.
+"""Holds the emulator to what it says of launches that overlap and of barriers without a fence.
 
     PYTHONPATH=.:tests/support python -m gluon_launches
 
@@ -11,7 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from emulator.gluon import emulated
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gdn_triton.chunk.triton.hopper.descriptors import descriptor, row_tile
+from gdn_triton.chunk.triton.hopper.names import load_tile
 
 
 @triton.jit
@@ -26,6 +32,25 @@ def copy_kernel(x, y, WAITS: tl.constexpr):
     if WAITS:
         gdc_wait()
     tl.store(y, tl.load(x))
+
+
+@gluon.jit
+def load_kernel(x_desc, FENCED: gl.constexpr):
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    tile = gl.allocate_shared_memory(x_desc.dtype, [1, 64, 1, 64], ROWS)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    if FENCED:
+        fence_async_shared()
+    mbarrier.expect(full, 64 * 64 * 2)
+    load_tile(x_desc, [0, 0, 0, 0], full, tile)
+    mbarrier.wait(full, 0)
+
+
+def load(*, fenced: bool) -> None:
+    x = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    with emulated({"load_kernel": ()}, races=True):
+        load_kernel[(1,)](x_desc=descriptor(x, row_tile(64)), FENCED=fenced)
 
 
 def copies(*waits: bool) -> torch.Tensor:
@@ -65,6 +90,8 @@ def main() -> None:
     # The second launch may end before the first one, so to wait for the second is not enough.
     expect("are not ordered", lambda: copies(False, True))
     expect("does not end after all others", unrelated)
+    load(fenced=True)
+    expect("has no fence after it", lambda: load(fenced=False))
     print("right")
 
 
