@@ -1,13 +1,10 @@
 """`tests/support/graph_replays.py`: what it draws, what it finds wrong, and some of its replays."""
 
-import argparse
-import math
 import random
 
 import pytest
 import torch
 from fast_cases import gpu
-from fast_parity import check_numbers
 from graph_replays import (
     BACKWARD,
     FORWARD,
@@ -84,14 +81,6 @@ def test_time() -> None:
     """A graph that has no time left stops, and its count is that of the replays that ran."""
     found = check_shape(SMALL, 40, 0, device="cpu", backend="reference", graph=Again, seconds=0.0)
     assert found.replays == 16 and not found.lines
-
-
-@pytest.mark.parametrize(("seconds", "ran"), [(math.inf, 3), (0.0, 0)])
-def test_cases_in_time(seconds: float, ran: int, capsys: pytest.CaptureFixture[str]) -> None:
-    options = argparse.Namespace(seed=5, count=3, only=None, workers=1, seconds=seconds)
-    failed = check_numbers(lambda number: f"FAILED {number}" if number == 6 else None, options)
-    assert failed is (ran > 0)
-    assert f"{ran} cases of 3, {int(failed)} failed" in capsys.readouterr().out
 
 
 @gpu
