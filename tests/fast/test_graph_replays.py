@@ -175,7 +175,7 @@ def test_numbers(words: str, numbers: list[int], monkeypatch: pytest.MonkeyPatch
         (["--only", "4,"], "invalid numbers_of value: '4,'"),
         (["--only", "900"], "--only: the graphs have the numbers 0 to"),
         (["--no-overlap"], "--no-overlap: the CUDA library has no such option"),
-        (["--poison", "some"], "invalid <lambda> value"),
+        (["--poison", "some"], "invalid word_of value"),
     ],
 )
 def test_wrong_words(

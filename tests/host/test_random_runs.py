@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import random_runs
 from parity_calls import random_call, random_variant
-from random_runs import Blocks, Check, add_numbers, check_numbers, options_of
+from random_runs import (
+    Blocks,
+    Check,
+    Compiled,
+    add_numbers,
+    check_numbers,
+    counted,
+    listening,
+    options_of,
+)
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -78,32 +87,57 @@ def test_blocks(start: int, stop: int, alike: int) -> None:
         assert len(set.union(*variants)) == len(blocks)
 
 
-def crash_or_hang(number: int) -> str | None:
+def crash(number: int) -> str | None:
     """In a process of its own."""
     if number == 3:
         os._exit(7)
-    if number == 25:
-        time.sleep(600)
     if number == 14:
         raise ValueError("not a failed comparison")
     return None
 
 
-def test_workers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that crashes is replaced, and one that never returns is ended. Each is a fault of
-    its case, and cases in other blocks run."""
-    monkeypatch.setattr(random_runs, "GRACE", 1.0)
+def test_processes_are_replaced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that crashes is a fault of its case, and cases in other blocks run."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    given = options(seed=0, count=40, workers=2, seconds=20.0)
-    start = time.time()
-    assert check_numbers(crash_or_hang, given)
-    assert time.time() - start < 100
+    assert check_numbers(crash, options(seed=0, count=40, workers=2))
     said = capsys.readouterr().out
     assert "FAILED 3: its process ended with exit code 7" in said
     assert "FAILED 14: " in said and "ValueError: not a failed comparison" in said
-    assert "FAILED 25: it has not ended" in said
-    # 0 to 2, 10 to 14, 20 to 24 and 30 to 39.
-    assert "23 cases of 40, 3 failed [3, 14, 25]" in said
+    # 0 to 2, 10 to 14, and 20 to 39.
+    assert "28 cases of 40, 2 failed [3, 14]" in said
+
+
+def hang(number: int) -> str | None:
+    time.sleep(600 if number == 5 else 0)
+    return None
+
+
+def test_a_process_that_hangs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended some time after the end of the run."""
+    monkeypatch.setattr(random_runs, "GRACE", 1.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    start = time.time()
+    assert check_numbers(hang, options(seed=0, count=10, workers=2, seconds=25.0))
+    assert time.time() - start < 100
+    said = capsys.readouterr().out
+    assert "FAILED 5: it has not ended" in said and "5 cases of 10, 1 failed [5]" in said
+
+
+@pytest.mark.of_no_device
+def test_kernels_are_counted() -> None:
+    knobs = pytest.importorskip("triton.knobs", reason="Triton is not installed")
+    before = knobs.compilation.listener
+    with listening() as found:
+        for cache_hit in (False, False, True):
+            times = knobs.CompileTimes(1_000_000, [("ttir", 250_000)], 250_000)
+            given = {"src": None, "metadata": {}, "metadata_group": {}}
+            knobs.compilation.listener(**given, times=times, cache_hit=cache_hit)
+    assert counted(found) == Compiled(compiled=2, seconds=3.0, loaded=1)
+    assert knobs.compilation.listener is before
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +166,8 @@ def test_calls_of_one_variant() -> None:
     variants = [random_variant(number, small=False) for number in range(400)]
     assert len({(v.K, v.V) for v in variants}) == 14
     assert {layout for v in variants for _, layout in v.sides} == {"dense", "gaps", "heads first"}
-    assert len({(v.H, v.HV) for v in variants}) == 19
+    assert {v.H for v in variants} == {1, 2, 3, 4}
+    assert {v.HV // v.H for v in variants} == {1, 2, 3, 4, 8}
     assert {v.N for v in variants if v.packed} == {1, 2, 3, 5, 9}
 
 

@@ -8,7 +8,8 @@ r"""Replays of CUDA graphs with other lengths, held to eager calls on the same l
 A graph holds one call of a backend, by default the CUDA library, with packed sequences, and a graph
 of a backward the forward too. Before each replay new offsets are copied into `cu_seqlens` and every
 output is filled with NaN. Each graph is first captured at equal lengths, and has a line that says
-what it was held to. Workers share the GPUs that are visible.
+what it was held to. Workers share the GPUs that are visible. `--seconds` is divided among the
+graphs; each of them makes at least 16 replays, and its first eager calls compile the kernels.
 
 A replay with other bits, or with a NaN left, is printed with its lengths. Of 16 replays in a row
 the first wrong one is also printed with the places, the sizes and the NaNs of each wrong output;
@@ -411,6 +412,11 @@ def check_job(
     return result
 
 
+def word_of(words: str) -> int:
+    """A word of memory, as 1 or 0x5A5A5A5A."""
+    return int(words, 0)
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Replays with other lengths, and eager calls.")
     parser.add_argument("--count", type=int, default=10000, help="replays of forwards")
@@ -420,7 +426,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", type=numbers_of, help="the graphs of these numbers, as 24,26-28")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the GPUs")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="after which a graph has no more replays"
+        "--seconds", type=float, default=math.inf, help="for all graphs, which have equal parts"
     )
     parser.add_argument(
         "--no-overlap",
@@ -429,7 +435,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument(
         "--poison",
-        type=lambda word: int(word, 0),
+        type=word_of,
         nargs="?",
         const=0x5A5A5A5A,
         metavar="WORD",
@@ -459,7 +465,7 @@ def main() -> None:
         check_job,
         seed=options.seed,
         backend=options.backend,
-        seconds=options.seconds,
+        seconds=options.seconds * min(options.workers / max(len(numbered), 1), 1.0),
         word=options.poison,
     )
     start = time.perf_counter()

@@ -6,7 +6,7 @@ r"""Random calls of the backward, whose gradients are compared with float64.
 
 `check_task` has the allowed errors. A case that fails prints the arguments that run it again.
 `random_runs.py` says how cases are numbered and shared among processes, and what `--alike` and
-`--seconds` do. With `--backend triton` 32 cases in a row have one variant. Most cases have
+`--seconds` do. With `--backend triton` 64 cases in a row have one variant. Most cases have
 sequences of up to 130 tokens, every eighth up to 2500. Variants of odd numbers have
 GDN_BATCH_INVARIANT=1, with which the Triton backend runs the Gluon kernels for few states too.
 Memory that the package allocates holds NaN.
@@ -38,7 +38,7 @@ def check_random(number: int, options: argparse.Namespace) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random gradients of one backend.")
-    add_numbers(parser, alike=32)
+    add_numbers(parser, alike=64)
     options = options_of(parser)
     sys.exit(check_numbers(partial(check_random, options=options), options))
 
