@@ -11,9 +11,10 @@ output is filled with NaN. Each graph is first captured at equal lengths, and ha
 what it was held to. Workers share the GPUs that are visible. `--seconds` is divided among the
 graphs; each of them makes at least 16 replays, and its first eager calls compile the kernels.
 
-A replay with other bits, or with a NaN left, is printed with its lengths. Of 16 replays in a row
-the first wrong one is also printed with the places, the sizes and the NaNs of each wrong output;
-and a second replay and a second eager call say which of the two was wrong.
+A replay with other bits, or with a NaN left, is printed with its lengths. The first wrong replay of
+each 16 in a row is also printed with the places, the largest difference and the NaNs of each wrong
+output; a second replay and a second eager call with the same lengths show which of the two was
+wrong.
 
 `--only` runs some graphs again, with the same offsets: 24, a list 24,25, or a range 24-28.
 `--no-overlap` launches every kernel of Triton without programmatic dependent launch, so that no
