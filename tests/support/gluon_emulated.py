@@ -4,8 +4,7 @@
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
 gdn_triton/chunk/triton/hopper/releases.py). Needs g++ on x86_64. `--random` adds random calls, of
-every size, length and kind of gate. For a call in segments torch folds the maps, because that
-kernel is not in Gluon.
+every size, length and kind of gate.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from gdn_triton._triton.tiles import Gpu
 from gdn_triton.chunk.problem import Inputs as Operands
 from gdn_triton.chunk.problem import Problem
 from gdn_triton.chunk.triton.forward import readable_inputs
-from gdn_triton.chunk.triton.hopper import launch
+from gdn_triton.chunk.triton.hopper import fold, launch
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.segments import Cut
 from gdn_triton.chunk.triton.steps.l2norm import l2norm_kernel, launch_rows
@@ -107,33 +106,6 @@ def operands_of(x: Inputs, *, v_first: bool = False) -> Operands:
     )
 
 
-def folded(
-    starts: Tensor,
-    shifts: Tensor,
-    windows: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    N: int,
-    NS: int,
-    first: int,
-    segment: int,
-    **_: Any,
-) -> None:
-    """As ``fold_maps``, without a pool."""
-    K = starts.shape[2]
-    counts = [NS] * N
-    if cu_seqlens is not None:
-        counts = [-(-max(n - first, 0) // segment) for n in cu_seqlens.diff().tolist()]
-    end = 0
-    for count in counts:
-        end += count
-        for i in range(end - count, end - 1):
-            for head in range(starts.shape[1]):
-                if windows is None or windows[i, head, 0] == 0:
-                    M = shifts[i, head, : K * K].view(K, K)
-                    starts[i + 1, head] += M @ starts[i, head]
-
-
 class _RowsOfQueries:
     """The kernel of ``l2norm_fwd`` on the first dimension of its grid, as the emulator's grids have
     one dimension: the kernel then normalises q alone."""
@@ -192,7 +164,7 @@ def check_forward(
         mock.patch.object(launch, "choose_cut", lambda *_: cut),
         # With few multiprocessors a block has several tiles.
         mock.patch.object(launch, "gpu_of", lambda _: Gpu("cuda", 90, 2 if seed % 3 else 132)),
-        mock.patch.object(launch, "fold_maps", folded),
+        mock.patch.object(fold, "gpu_of", lambda _: Gpu("cuda", 90, 132)),
         mock.patch.object(launch, "l2norm_fwd", side_effect=normalized_apart) as separate_norm,
         mock.patch.object(
             launch, "norm_inside", lambda p, _, shape: p.use_qk_l2norm and shape.states == 2

@@ -20,6 +20,8 @@ from emulator.gluon import emulated
 from helpers import BF16, FP32, FP64, Case, assert_within_budget, make_inputs
 from torch import Tensor
 
+from gdn_triton._triton.tiles import Gpu
+from gdn_triton.chunk.triton.fused import segments as fused
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.hopper.walks import launch
 from gdn_triton.chunk.triton.hopper.walks.launch import ONE, TWO, Plan
@@ -68,40 +70,6 @@ def chunk_table(case: Case) -> ChunkTable:
         first.append(first[-1] - (-length // 64))
     offsets = torch.tensor(first, dtype=torch.int32)
     return ChunkTable(64, first[-1] + 1, first[-1] + 1, case.cu_seqlens("cpu"), None, offsets)
-
-
-def folded(
-    offsets: Tensor,
-    shifts: Tensor,
-    segments: ChunkTable,
-    first: Tensor | None,
-    last: Tensor | None,
-    *,
-    N: int,
-    state_v_first: bool,
-    back: bool = False,
-) -> None:
-    """As ``fold_maps`` of fused/segments.py."""
-    HV, K, V = offsets.shape[1:]
-    counts = [segments.NT] * N
-    if segments.chunk_offsets is not None:
-        counts = segments.chunk_offsets.diff().tolist()
-    end = 0
-    for n, count in enumerate(counts):
-        end += count
-        state = offsets.new_zeros(HV, K, V)
-        if first is not None:
-            state = (first[n].mT if state_v_first else first[n]).float()
-        if count == 0 and last is not None:
-            last[n] = state.mT if state_v_first else state
-        slots = range(end - count, end)
-        slots = slots[::-1] if back else slots
-        for i in slots:
-            b, M = offsets[i].clone(), shifts[i]
-            offsets[i] = state
-            if i == slots[-1]:
-                break
-            state = b if i == slots[0] and first is None else b + (M.mT if back else M) @ state
 
 
 class Given(NamedTuple):
@@ -234,7 +202,7 @@ def check_walks(case: Case, gates: str, plan: launch.Plan, seed: int) -> None:
         x.beta[:, 64:192], x.do[:, 64:192] = 0, 0
     with (
         mock.patch.object(launch, "make_chunks", table_of),
-        mock.patch.object(launch, "fold_maps", folded),
+        mock.patch.object(fused, "gpu_of", lambda _: Gpu("cuda", 90, 132)),
         emulated(WRITES, seed=seed, races=True),
     ):
         states = walks_of(case, x, chunks, plan, v_first=v_first, store_dv=store_dv)

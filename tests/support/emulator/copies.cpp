@@ -264,14 +264,17 @@ void fence_proxy_async(Thread& t) {
 }
 void fence_mbarrier_init(Thread& t) { ++t.barrier_fences; }
 
-void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes) {
+void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t read) {
   uint8_t* const target = shared_at(t, to, bytes);
-  if (from % bytes) fail(t, "an access to global memory that is not aligned");
+  if (read && from % bytes) fail(t, "an access to global memory that is not aligned");
   if (t.watched) {
     watch_write(t, to, bytes);
-    watch_global(t, from, bytes, GlobalAccess::kRead);
+    if (read) watch_global(t, from, read, GlobalAccess::kRead);
   }
-  std::function<void()> run = [=] { std::memcpy(target, reinterpret_cast<const void*>(from), bytes); };
+  std::function<void()> run = [=] {
+    if (read) std::memcpy(target, reinterpret_cast<const void*>(from), read);
+    std::memset(target + read, 0, bytes - read);
+  };
   if (chance(2)) {
     run();
   } else {

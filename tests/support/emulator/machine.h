@@ -218,6 +218,7 @@ EMULATOR_COMPARE(s64, uint64_t, int64_t)
 EMULATOR_COMPARE(u64, uint64_t, uint64_t)
 EMULATOR_COMPARE(b64, uint64_t, uint64_t)
 // With a u: also where one is NaN.
+inline bool setp_num_f32(uint32_t a, uint32_t b) { return f(a) == f(a) && f(b) == f(b); }
 inline bool setp_eq_f32(uint32_t a, uint32_t b) { return f(a) == f(b); }
 inline bool setp_ne_f32(uint32_t a, uint32_t b) { return f(a) < f(b) || f(a) > f(b); }
 inline bool setp_lt_f32(uint32_t a, uint32_t b) { return f(a) < f(b); }
@@ -271,6 +272,7 @@ inline uint32_t cvt_rzi_s32_f32(uint32_t a) {
 }
 inline uint32_t cvt_f32_f16(uint16_t a) { return bits(from_half(a)); }
 inline uint32_t cvt_f32_bf16(uint16_t a) { return bits(from_bf16(a)); }
+inline uint32_t cvt_rna_tf32_f32(uint32_t a) { return (a + 0x1000) & ~0x1fffu; }  // of finite numbers
 inline uint16_t cvt_rn_f16_f32(uint32_t a) { return to_half(f(a)); }
 inline uint16_t cvt_rn_bf16_f32(uint32_t a) { return to_bf16(f(a)); }
 inline uint32_t cvt_rn_bf16x2_f32(uint32_t high, uint32_t low) {
@@ -397,7 +399,7 @@ uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank);
 void fence_proxy_async(Thread& t);
 void fence_mbarrier_init(Thread& t);
 
-void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes);
+void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t read);  // and zeros after those read
 void copy_async_commit(Thread& t);
 void copy_async_wait(Thread& t, uint32_t groups);
 void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
@@ -414,9 +416,10 @@ void bulk_wait_read(Thread& t, uint32_t groups);
 
 // ---- WGMMA -----------------------------------------------------------------------------------------------------
 
+enum class Format { k_bf16, k_f16, k_tf32 };
 struct Product {
   int n;
-  bool half;  // fp16, else bf16
+  Format format;  // of the operands: 16 along k, or 8 tf32
   uint32_t* out;
   const uint32_t* a;  // four registers, or null: a_shared
   uint64_t a_shared, b_shared;

@@ -4,6 +4,9 @@
 namespace emulator {
 namespace {
 
+// The hardware ignores the lower bits.
+float tf32(uint32_t x) { return f(x & ~0x1fffu); }
+
 // The address of element (line, column) of an operand with the swizzle of 128 bytes; a line is a row of A or a column of
 // B, and columns are along k.
 struct Operand {
@@ -22,9 +25,23 @@ struct Operand {
                                       : start + line / 8 * stride + line % 8 * 128 + column * 2;
     return swizzled(plain);
   }
-  // Elements of `lines` lines of 16 columns from `first` on, a column of B after the other; `ranges`: what was read.
-  void read(Thread& t, uint32_t first, uint32_t lines, bool half_type, float* out, bool by_line,
+  // Elements of `lines` lines of 16 columns, or 8 of tf32, from `first` on, a column of B after the other; `ranges`: what
+  // was read.
+  void read(Thread& t, uint32_t first, uint32_t lines, Format format, float* out, bool by_line,
             std::vector<Range>& ranges) const {
+    if (format == Format::k_tf32) {
+      if (transposed) fail(t, "WGMMA with a transposed operand of tf32");
+      for (uint32_t line = 0; line < lines; ++line)
+        for (uint32_t column = 0; column < 8; column += 4) {
+          const uint32_t address = at(first + line, 2 * column);
+          ranges.push_back({address, 16});
+          uint32_t x[4];
+          std::memcpy(x, shared_at(t, address, 16), 16);
+          for (uint32_t e = 0; e < 4; ++e)
+            out[by_line ? line * 8 + column + e : (column + e) * lines + line] = tf32(x[e]);
+        }
+      return;
+    }
     const uint32_t outer = transposed ? 16 : lines, inner = transposed ? lines : 16;
     for (uint32_t i = 0; i < outer; ++i)
       for (uint32_t j = 0; j < inner; j += 8) {
@@ -34,7 +51,7 @@ struct Operand {
         for (uint32_t e = 0; e < 8; ++e) {
           uint16_t x;
           std::memcpy(&x, from + 2 * e, 2);
-          const float value = half_type ? from_half(x) : from_bf16(x);
+          const float value = format == Format::k_f16 ? from_half(x) : from_bf16(x);
           const uint32_t line = transposed ? j + e : i, column = transposed ? i : j + e;
           out[by_line ? line * 16 + column : column * lines + line] = value;
         }
@@ -58,7 +75,8 @@ uint64_t content(const Block& block, const std::vector<Range>& ranges) {
 
 void make_product(Thread& t, Meeting& m) {
   auto& product = *static_cast<Product*>(m.of[0]);
-  const int n = product.n;
+  const bool is_tf32 = product.format == Format::k_tf32;
+  const int n = product.n, depth = is_tf32 ? 8 : 16;
   static thread_local float a[16 * 16], b[16 * 256];
   Flight flight;
   flight.site = t.site;
@@ -66,13 +84,15 @@ void make_product(Thread& t, Meeting& m) {
   if (product.a) {
     for (int lane = 0; lane < 32; ++lane) {
       const uint32_t* registers = static_cast<Product*>(m.of[lane])->a;
-      for (int i = 0; i < 8; ++i)
-        a[(lane / 4 + i / 2 % 2 * 8) * 16 + lane % 4 * 2 + i % 2 + i / 4 * 8] = part(registers, i, product.half);
+      for (int i = 0; is_tf32 && i < 4; ++i) a[(lane / 4 + i % 2 * 8) * 8 + lane % 4 + i / 2 * 4] = tf32(registers[i]);
+      for (int i = 0; !is_tf32 && i < 8; ++i)
+        a[(lane / 4 + i / 2 % 2 * 8) * 16 + lane % 4 * 2 + i % 2 + i / 4 * 8] =
+            part(registers, i, product.format == Format::k_f16);
     }
   } else {
-    Operand(t, product.a_shared, product.transpose_a).read(t, first, 16, product.half, a, true, flight.ranges);
+    Operand(t, product.a_shared, product.transpose_a).read(t, first, 16, product.format, a, true, flight.ranges);
   }
-  Operand(t, product.b_shared, product.transpose_b).read(t, 0, n, product.half, b, false, flight.ranges);
+  Operand(t, product.b_shared, product.transpose_b).read(t, 0, n, product.format, b, false, flight.ranges);
   for (int lane = 0; lane < 32; ++lane) {
     const Product& own = *static_cast<Product*>(m.of[lane]);
     if (own.b_shared != product.b_shared || own.adds != product.adds || (!own.a && own.a_shared != product.a_shared))
@@ -81,8 +101,8 @@ void make_product(Thread& t, Meeting& m) {
   alignas(64) float sums[256];
   for (int row = 0; row < 16; ++row) {
     std::memset(sums, 0, sizeof(float) * size_t(n));
-    for (int k = 0; k < 16; ++k) {
-      const float x = a[row * 16 + k];
+    for (int k = 0; k < depth; ++k) {
+      const float x = a[row * depth + k];
       const float* const line = b + k * n;
       for (int column = 0; column < n; ++column) sums[column] += x * line[column];
     }

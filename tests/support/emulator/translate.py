@@ -372,10 +372,9 @@ class _Translation:
     def _cp(self, x: Instruction) -> str:
         kind = ".".join(x.opcode)
         if kind == "cp.async.cg.shared.global":
-            to, source, size = x.operands
-            return self._call(
-                x, "copy_async", self.address(to), self.address(source), self.value(size)
-            )
+            to, source, size, *read = x.operands
+            sizes = self.value(size), self.value(read[0] if read else size)
+            return self._call(x, "copy_async", self.address(to), self.address(source), *sizes)
         if kind == "cp.async.commit_group":
             return self._call(x, "copy_async_commit")
         if kind == "cp.async.wait_group":
@@ -435,15 +434,17 @@ class _Translation:
             return self._call(x, "wgmma_commit")
         if x.opcode[1] == "wait_group":
             return self._call(x, "wgmma_wait", self.value(x.operands[0]))
-        shape = re.fullmatch(r"m64n(\d+)k16", x.opcode[4])
-        kinds = x.opcode[5:]
-        if not shape or kinds not in (("f32", "bf16", "bf16"), ("f32", "f16", "f16")):
-            raise Untranslatable(".".join(x.opcode))
+        kind = ".".join(x.opcode[4:])
+        shape = re.fullmatch(r"m64n(\d+)k(?:8|16)\.f32\.(bf16|f16|tf32)\.\2", kind)
+        if not shape:
+            raise Untranslatable(f"wgmma {kind}")
         out, a, b, adds, scale_a, scale_b, *transposed = x.operands
         if (scale_a, scale_b) != ("1", "1"):
             raise Untranslatable("wgmma with a negated operand")
         names = [self.value(y) for y in self.vector(out)]
         from_registers = a.startswith("{")
+        # Operands of tf32 are never transposed.
+        transposed = transposed or ["0", "0"]
         transpose_a = "0" if from_registers else transposed[0]
         registers, descriptor = "nullptr", self.value(a) if not from_registers else "0"
         lines = [f"uint32_t x[] = {{{', '.join(names)}}};"]
@@ -451,7 +452,7 @@ class _Translation:
             lines.append(f"const uint32_t a[] = {{{', '.join(map(self.value, self.vector(a)))}}};")
             registers = "a"
         product = (
-            f"Product{{{shape[1]}, {'true' if kinds[1] == 'f16' else 'false'}, x, {registers}, "
+            f"Product{{{shape[1]}, Format::k_{shape[2]}, x, {registers}, "
             f"{descriptor}, {self.value(b)}, bool({self.value(adds)}), "
             f"bool({transpose_a}), bool({transposed[-1]})}}"
         )
