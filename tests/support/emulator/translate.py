@@ -428,12 +428,9 @@ class _Translation:
         ]
 
     def _wgmma(self, x: Instruction) -> str:
-        if x.opcode[1] == "fence":
-            return self._call(x, "wgmma_fence")
-        if x.opcode[1] == "commit_group":
-            return self._call(x, "wgmma_commit")
-        if x.opcode[1] == "wait_group":
-            return self._call(x, "wgmma_wait", self.value(x.operands[0]))
+        calls = {"fence": "wgmma_fence", "commit_group": "wgmma_commit", "wait_group": "wgmma_wait"}
+        if x.opcode[1] in calls:
+            return self._call(x, calls[x.opcode[1]], *map(self.value, x.operands))
         kind = ".".join(x.opcode[4:])
         shape = re.fullmatch(r"m64n(\d+)k(?:8|16)\.f32\.(bf16|f16|tf32)\.\2", kind)
         if not shape:
