@@ -207,19 +207,19 @@ def state_walk(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
     PART: gl.constexpr,
     WINDOWS: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    STORE_HT: gl.constexpr,
     HAS_STOPS: gl.constexpr,
     HAS_STOP_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
     LINES: gl.constexpr = False,
     start=None,
     LOADED: gl.constexpr = False,
@@ -430,42 +430,3 @@ def state_walk(
             if differs > 0:
                 gl.store(p_end + offsets, S, mask=inside)
     return stage, phase, t_stage, t_phase, done + n_chunks
-
-
-@gluon.jit
-def state_role(
-    memory,
-    fulls,
-    o_desc,
-    ends,
-    stops,
-    strides,
-    place,
-    walk,
-    dtype: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    NUMBER: gl.constexpr,
-    STATES: gl.constexpr,
-    STAGES: gl.constexpr,
-    T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
-    HAS_STOPS: gl.constexpr,
-    HAS_STOP_SLOTS: gl.constexpr,
-    LAST_SKIPPED: gl.constexpr,
-    ZERO_ROWS: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    state_walk(
-        *(memory, fulls, o_desc, ends, stops, strides, place, walk, (zero, zero, zero, zero, zero)),
-        *(dtype, K, V, BK, BV, NUMBER, STATES, STAGES, T_STAGES),
-        *(HAS_H0, STORE_HT, PART, WINDOWS, HAS_STOPS, HAS_STOP_SLOTS),
-        *(LAST_SKIPPED, ZERO_ROWS, IS_VARLEN),
-    )

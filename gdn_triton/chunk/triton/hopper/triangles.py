@@ -382,25 +382,3 @@ def triangles_walk(
     if SEVERAL:
         async_copy.mbarrier_arrive(empty.index(last), increment_count=False)
     return stage, phase, t_stage, done + n_chunks
-
-
-@gluon.jit
-def triangles_role(
-    memory,
-    scratch,
-    walk,
-    dtype: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    T_STAGES: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_NARROW: gl.constexpr = False,
-    NORM: gl.constexpr = False,
-    EPS: gl.constexpr = 0.0,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    triangles_walk(
-        *(memory, scratch, walk, (zero, zero, zero, zero)),
-        *(dtype, BK, STAGES, T_STAGES, IS_VARLEN, HAS_NARROW, NORM, EPS),
-    )

@@ -63,6 +63,15 @@ PIECE = gl.constexpr(32)
 
 
 @gluon.jit
+def queries_barriers():
+    """The barriers that say that the two buffers of queries and values are empty."""
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(q_empty.index(s), count=2)
+    return q_empty
+
+
+@gluon.jit
 def pieces_of(S):
     """The columns of S [64, 256], 32 at a time."""
     a, b = halves(S)
@@ -264,9 +273,9 @@ def pairs_role(
     walk,
     dtype: gl.constexpr,
     BK: gl.constexpr,
-    NUMBER: gl.constexpr,
     STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     """T and P' of every second chunk. The inverse is made where T will be, and A' is stored where
     P' will be."""

@@ -6,7 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
+from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_walk
 from gdn_triton.chunk.triton.hopper.walks.gates import gates_role
 from gdn_triton.chunk.triton.hopper.walks.loaders import back_loader_role
 from gdn_triton.chunk.triton.hopper.walks.state import back_role
@@ -86,125 +87,26 @@ def back_block(
     states = (q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty)
     fulls = (k_full, q_full, gates_full, t_full, p_full)
     tiles = (q_s, k_s, do_s, k_full, q_full, empty)
-    if STATES == 1:
-        gl.warp_specialize(
-            [
-                (
-                    back_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        Q_STAGES,
-                        T_STAGES,
-                        HAS_DHT,
-                        STORE_DH0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
-                ),
-                (
-                    gates_role,
-                    (factors, gates, walk, scale, STAGES, True, STORE_DV, LEAST_BETA),
-                ),
-                (
-                    back_loader_role,
-                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, Q_STAGES, IS_VARLEN),
-                ),
-            ],
-            [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    back_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        Q_STAGES,
-                        T_STAGES,
-                        HAS_DHT,
-                        STORE_DH0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    back_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        1,
-                        STATES,
-                        STAGES,
-                        Q_STAGES,
-                        T_STAGES,
-                        HAS_DHT,
-                        STORE_DH0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
-                ),
-                (
-                    gates_role,
-                    (factors, gates, walk, scale, STAGES, True, STORE_DV, LEAST_BETA),
-                ),
-                (
-                    back_loader_role,
-                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, Q_STAGES, IS_VARLEN),
-                ),
-            ],
-            [4, 4, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
-        )
+    run_roles(
+        (
+            back_role,
+            (states, fulls, outputs, ends, strides, place, check, walk),
+            (dtype, K, V, BK, BV, STATES, STAGES, Q_STAGES, T_STAGES),
+            (HAS_DHT, STORE_DH0, OUTPUT, CHECKED, IS_VARLEN),
+        ),
+        (
+            triangles_walk,
+            (inverses, scratch, walk, (0, 0, 0, 0)),
+            (dtype, BK, STAGES, T_STAGES),
+            (False,),
+        ),
+        (gates_role, (factors, gates, walk, scale), (STAGES,), (True, STORE_DV, LEAST_BETA)),
+        (
+            back_loader_role,
+            (tiles, sources, heads, walk),
+            (dtype, BK, COLUMNS, STAGES, Q_STAGES),
+            (IS_VARLEN,),
+        ),
+        None,
+        *(STATES, STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS),
+    )

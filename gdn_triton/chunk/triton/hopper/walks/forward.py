@@ -6,7 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_role
+from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_walk
 from gdn_triton.chunk.triton.hopper.walks.gates import gates_role
 from gdn_triton.chunk.triton.hopper.walks.loaders import forward_loader_role
 from gdn_triton.chunk.triton.hopper.walks.state import forward_role
@@ -75,119 +76,26 @@ def forward_block(
     states = (k_s, v_s, t_s, u_s, h_s, vectors, flags, empty)
     fulls = (k_full, gates_full, t_full)
     tiles = (k_s, v_s, k_full, empty)
-    if STATES == 1:
-        gl.warp_specialize(
-            [
-                (
-                    forward_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
-                ),
-                (
-                    gates_role,
-                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
-                ),
-                (
-                    forward_loader_role,
-                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, IS_VARLEN),
-                ),
-            ],
-            [4, 1, 1],
-            [TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    forward_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        0,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    forward_role,
-                    (
-                        states,
-                        fulls,
-                        outputs,
-                        ends,
-                        strides,
-                        place,
-                        check,
-                        walk,
-                        dtype,
-                        K,
-                        V,
-                        BK,
-                        BV,
-                        1,
-                        STATES,
-                        STAGES,
-                        T_STAGES,
-                        HAS_H0,
-                        OUTPUT,
-                        CHECKED,
-                        IS_VARLEN,
-                    ),
-                ),
-                (
-                    triangles_role,
-                    (inverses, scratch, walk, dtype, BK, STAGES, T_STAGES, False),
-                ),
-                (
-                    gates_role,
-                    (factors, gates, walk, scale, STAGES, False, False, 0.0),
-                ),
-                (
-                    forward_loader_role,
-                    (tiles, sources, heads, walk, dtype, BK, COLUMNS, STAGES, IS_VARLEN),
-                ),
-            ],
-            [4, 4, 1, 1],
-            [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS, SINGLE_REGISTERS],
-        )
+    run_roles(
+        (
+            forward_role,
+            (states, fulls, outputs, ends, strides, place, check, walk),
+            (dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
+            (HAS_H0, OUTPUT, CHECKED, IS_VARLEN),
+        ),
+        (
+            triangles_walk,
+            (inverses, scratch, walk, (0, 0, 0, 0)),
+            (dtype, BK, STAGES, T_STAGES),
+            (False,),
+        ),
+        (gates_role, (factors, gates, walk, scale), (STAGES,), (False, False, 0.0)),
+        (
+            forward_loader_role,
+            (tiles, sources, heads, walk),
+            (dtype, BK, COLUMNS, STAGES),
+            (IS_VARLEN,),
+        ),
+        None,
+        *(STATES, STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS),
+    )

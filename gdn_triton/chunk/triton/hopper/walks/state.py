@@ -102,7 +102,6 @@ def back_role(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -112,6 +111,7 @@ def back_role(
     OUTPUT: gl.constexpr,
     CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty = memory
     k_full, q_full, gates_full, t_full, p_full = fulls
@@ -253,7 +253,6 @@ def forward_role(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
@@ -261,6 +260,7 @@ def forward_role(
     OUTPUT: gl.constexpr,
     CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     k_s, v_s, t_s, u_s, h_s, vectors, flags, empty = memory
     k_full, gates_full, t_full = fulls
