@@ -1,12 +1,11 @@
 """How the roles of a block share its warps and registers.
 
-A role is a tuple: a function, its arguments that are tensors or numbers, and its constants in two
-groups. The function of a role that more than one warp or warpgroup has takes one more constant, the
-number of the warp or warpgroup.
+A role is a tuple of four: a function, its inputs, which are tensors and numbers, and its constants
+in two groups. A function that two warps or warpgroups run takes their number as one more constant.
 
-Triton 3.6 forgets a constant (None, or a stride of 1) in a tuple of the second group if a tensor or
-a number follows that tuple, or if the second group itself has a constant. Such tuples therefore
-stand last, and None stands in a tuple.
+Inputs may be tuples. Triton 3.6 loses the constants of such a tuple (None, or a stride of 1) if a
+tensor or a number follows the tuple in the inputs, or if a constant is itself an input. Tuples that
+may have constants therefore stand last.
 """
 
 from triton.experimental import gluon
