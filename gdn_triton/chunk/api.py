@@ -40,7 +40,7 @@ def chunk_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     head_first: None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated delta rule over whole sequences, in its chunked form.
+    """Computes the gated delta rule over whole sequences, in its chunked form.
 
     For each sequence and value head `hv`, with key head `hv // (HV // H)` and a state S of [K, V]:
 

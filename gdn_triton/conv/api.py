@@ -127,23 +127,24 @@ def causal_conv1d_update(
         x: [N, D], a token a sequence; [N, T, D]; or [T, D], [1, T, D] with cu_seqlens.
         weight, bias, activation, state, read_slots, has_initial_state, skip, cu_seqlens: as
             `gdn_triton.causal_conv1d`.
-        write_slots: as there; of a slot a token [N, T], [N, 1] for x [N, D], and [1, T] packed.
-        num_accepted_tokens: [N], int32 or int64, for verifying drafts: how many tokens of the call
-            before were accepted. The state is wider then, [slots, D, C] with C >= W - 1 columns, of
-            which sequence n starts from the W - 1 that begin at num_accepted_tokens[n] - 1.
-            Afterwards its slot holds the W - 2 tokens before the call and then those of the call,
-            from column 0 on, so that the number accepted of them leads to the next window in the
-            same way. Tokens past column C - 1 are not kept, columns after the last token stay as
-            they are, and so does the slot of a sequence without tokens. A sequence whose number is
-            not in 1 to C - W + 2 is skipped. write_slots and has_initial_state are None, and W is
-            2 or more. None: the state has W - 1 columns.
+        write_slots: as `gdn_triton.causal_conv1d`. Slots for the states after each token are
+            [N, T], also [N, 1] for x [N, D], or packed [1, T].
+        num_accepted_tokens: [N], int32 or int64, for verifying drafts: the number of tokens of the
+            previous call that were accepted. Then the state is [slots, D, C] with C >= W - 1
+            columns. Sequence n starts from the W - 1 columns from num_accepted_tokens[n] - 1 on.
+            The call writes the last W - 2 tokens before it to the first columns, and its own tokens
+            to the next ones, so the next call finds its columns in the same way. Tokens past column
+            C - 1 are not kept. Columns after the last token, and the slot of a sequence without
+            tokens, do not change. A sequence whose number is not in 1 to C - W + 2 is skipped.
+            write_slots and has_initial_state are None, and W is at least 2. None: the state has
+            W - 1 columns.
         parents: [N, T], or packed [1, T], int32 or int64: the tokens of a sequence are the nodes of
-            trees, as in `gdn_triton.recurrent_step`. Before token i of a sequence come token
-            parents[n, i], which comes before it in x, the parent of that token, and so on; after
-            -1 come the tokens of the state. write_slots has a slot for each token then, padding or
-            not, and none is the sequence's read slot; num_accepted_tokens is None. On an
-            accelerator this is not checked, and is undefined behaviour otherwise. None: each token
-            follows the one before it.
+            trees, as in `gdn_triton.recurrent_step`. Token i is convolved with token parents[n, i],
+            which comes before it in x, with the parent of that token, and so on; a parent of -1
+            stands for the tokens of the state. Then write_slots has a slot or padding for each
+            token, of which none is the sequence's read slot, and num_accepted_tokens is None. On an
+            accelerator this is not checked, and violations are undefined behaviour. None: each
+            token follows the one before it.
 
     Returns:
         y: the shape and dtype of x, contiguous, a new tensor.

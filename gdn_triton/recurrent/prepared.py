@@ -71,8 +71,8 @@ def prepare_step(
         scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
 
     Returns:
-        A `PreparedStep`, whose calls accept the other arguments. Nothing has been launched or
-        written.
+        A `PreparedStep`, whose calls accept the other arguments except `parents`. Nothing has been
+        launched or written.
 
     Raises:
         TypeError, ValueError: an argument that does not fit by itself. Each call of the step checks

@@ -112,17 +112,23 @@ def layer_step(
     Returns:
         y: [N, HV, V] or [N, T, HV, V], the dtype of mixed_qkv, contiguous; `out` if that was given.
 
-    On Triton a call is one launch if it has one token per sequence, 2 to 4 taps or no convolution,
-    HV / H up to 8, V up to 256, and value-first rows [K] of up to 512 bytes or key-first states of
-    float32. These calls are one launch for few sequences and three launches for more, with the same
-    bits: one token with a window; with counters, 2 to 8 tokens, also with num_accepted_tokens,
-    write_slots [N, T] or cu_seqlens, and one token with key-first states of 16 bits, where
-    key-first states have K up to 128; and with a window 2 to 4 tokens for states of float32, 2 for
-    states of 16 bits, where K and V are multiples of 16 and parents is None. With a window more
-    tokens, and trees, are three launches. Other calls, and all calls of the reference backend, run
-    the three functions above one after the other, each in the backend that is chosen for it;
-    `gdn_triton.explain_call` names the backends. On an accelerator the host reads no contents, so a
-    call can be captured in a CUDA graph. Under torch.compile a call is one operator.
+    On Triton a call is one launch or three, if it has 1 to 8 tokens per sequence, 2 to 4 taps or no
+    convolution, HV / H up to 8, V up to 256, and, without a window, value-first rows [K] of up to
+    512 bytes. One launch serves
+
+        one token per sequence, with value-first states, or key-first states of float32;
+
+    and, if the sequences are few (three launches of more have the same bits),
+
+        with counters: one token with key-first states of 16 bits, or 2 to 8 tokens, also with
+            num_accepted_tokens, write_slots [N, T] or cu_seqlens; K up to 128 if key-first;
+        with a window: one token; or 2 to 4 tokens with states of float32, and 2 with states of 16
+            bits, where K and V are multiples of 16 and parents is None.
+
+    Calls outside of these limits, and all calls of the reference backend, run the three functions
+    above one after the other, each in the backend that is chosen for it; `gdn_triton.explain_call`
+    names the backends. On an accelerator the host reads no contents, so a call can be captured in a
+    CUDA graph. Under torch.compile a call is one operator.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, with its name, the expected and the

@@ -68,6 +68,15 @@ def triton_supports(p: LayerProblem) -> str | None:
 
 @functools.cache
 def load_triton() -> Plan:
+    """Returns the function that plans a call. It takes the first kernel that serves the call:
+
+        layer_tokens_kernel     1 to 8 tokens, if the programs are few
+        layer_step_kernel       one token
+        window_one_fwd_kernel   one token with a window, if the programs are few
+        layer_window_kernel     several tokens with a window, if the programs are few
+
+    Otherwise the parts run one after the other, and `layer_norm_kernel` is the norm.
+    """
     from gdn_triton.step import parts
     from gdn_triton.step.triton import kernel, tokens_plan, window
 
@@ -78,16 +87,16 @@ def load_triton() -> Plan:
         # `layer_step_kernel` would spill with key-first states of 16 bits.
         has_kernel = is_plain and (p.state_v_first or p.state_dtype.itemsize == 4)
         if not p.has_window:
-            if tokens_plan.runs_at_once(p):
+            if tokens_plan.serves_tokens(p):
                 return tokens_plan.plan(p, call)
             if p.T == 1 and has_kernel:
                 return kernel.plan(p, call)
         elif not p.is_tree:
             step = call_of(mixed_qkv=call.inputs.mixed_qkv, **step_arguments(call))
             rule = validate_step(step)
-            if p.T == 1 and is_plain and window.runs_at_once(p, rule):
+            if p.T == 1 and is_plain and window.is_one_launch(p, rule):
                 return window.plan(p, call, rule, step.inputs)
-            if (p.T > 1 or p.is_packed) and tokens_plan.window_runs_at_once(p, rule):
+            if (p.T > 1 or p.is_packed) and tokens_plan.serves_window_tokens(p, rule):
                 return tokens_plan.plan_window(p, call, rule, step.inputs)
         norm = window.plan_norm(problem, call.inputs) if problem.has_norm else None
         return functools.partial(parts.run, norm=norm)

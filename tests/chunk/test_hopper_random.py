@@ -8,9 +8,10 @@ import pytest
 from backward_cases import check_task
 from fast_backward_cases import random_task
 from fast_cases import ROOT, output
-from fast_parity import check_parity, random_call
+from fast_parity import check_parity
 from graph_replays import BACKWARD, FORWARD, Shape, check_shape
 from hopper_cases import hopper, run_by_gluon
+from parity_calls import random_call
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -54,9 +55,9 @@ def test_sanitizer(tool: str, script: str, device: str, monkeypatch: pytest.Monk
     report = output(
         *(sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=hopper"),
         *("--error-exitcode", "1", sys.executable, str(SUPPORT / script)),
-        *("--backend", "triton", "--count", "4", "--seed", "1", *small),
+        *("--backend", "triton", "--count", "4", "--seed", "1", "--alike", "1", *small),
         # Each tensor in an allocation of its own, so that a read past its end is one.
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         PYTHONPATH=str(ROOT),
     )
-    assert "4 cases, 0 failed" in report
+    assert "4 cases of 4, 0 failed" in report

@@ -19,8 +19,9 @@ from fast_cases import (
     same,
     sized,
 )
-from fast_parity import Options, independent, make_call, run, specification
+from fast_parity import independent, run, specification
 from helpers import BF16, Case, assert_within_budget, pieces, same_bits
+from parity_calls import Options, make_call
 from torch import Tensor
 
 LARGE = fast_case(

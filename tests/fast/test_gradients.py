@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from fast_cases import DTYPES, OPTIONS, PADDED, RAGGED, SEGMENTS, Operator, gpu, same, sized
-from fast_parity import Call, Options, make_call, requested, run
+from fast_parity import requested, run
 from helpers import BF16, FP16, Case, same_bits
+from parity_calls import Call, Options, make_call
 from torch import Tensor
 
 import gdn_triton

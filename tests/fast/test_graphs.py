@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from fast_cases import DTYPES, OPTIONS, PADDED, RAGGED, SEGMENTS, WHOLE, fast_case, gpu, same, sized
-from fast_parity import Options, check_parity, make_call, run
+from fast_parity import check_parity, run
 from helpers import BF16, Case, make_inputs, same_bits
+from parity_calls import Options, make_call
 from torch import Tensor
 
 from gdn_triton import fast

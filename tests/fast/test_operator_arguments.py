@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from fast_cases import OPTIONS, PADDED, Operator, gpu, prefill_call
-from fast_parity import make_call, run
+from fast_parity import run
 from helpers import BF16
+from parity_calls import make_call
 
 from gdn_triton.chunk.cuda import calls
 from gdn_triton.fast.arguments import ARGUMENTS, PLAN_SIZES

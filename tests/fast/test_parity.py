@@ -18,8 +18,9 @@ from fast_cases import (
     gpu,
     sized,
 )
-from fast_parity import SIZES, Options, check_parity, make_call, random_call
+from fast_parity import check_parity
 from helpers import BF16, FP16, FP32, FP64, Case, same_bits, unit_rows
+from parity_calls import SIZES, Options, make_call, random_call
 
 from gdn_triton.chunk.cuda import calls
 

@@ -10,6 +10,7 @@ import pytest
 import triton
 from packaging.version import Version
 from target_code import (
+    loads_in_flight,
     local_memory_around,
     stale_uniform_registers,
     unwritten_uniform_registers,
@@ -138,3 +139,43 @@ def test_the_lane_of_an_election_is_written() -> None:
     elect = "        /*0000*/                   ELECT P0, UR62, PT ;"
     assert unwritten_uniform_registers(f"{elect}\n{read}") == []
     assert unwritten_uniform_registers(read) == ["0010 MOV R8, UR62"]
+
+
+def encoded(*instructions: tuple[str, int, int]) -> str:
+    """Instructions with their encodings. Of each: its text, the counter that it holds until it has
+    ended (7: none), and the counters for which it waits, a bit each."""
+    lines = []
+    for i, (text, counter, waits) in enumerate(instructions):
+        bits = (waits << 11 | counter << 5) << 41
+        lines.append(f"        /*{16 * i:04x}*/  {text} ;  /* 0x{0:016x} */")
+        lines.append(f"                          /* 0x{bits:016x} */")
+    return "\n".join(lines)
+
+
+ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
+
+
+@pytest.mark.parametrize("arrive", [ARRIVE, "ARRIVES.LDGSTSBAR.64.ARVCNT [UR4]"])
+def test_a_load_in_flight_is_found(arrive: str) -> None:
+    """Unless the arrival, or an instruction before it, waits for the load, or a fence does."""
+    load, use = ("LDS R2, [R3]", 1, 0), "FADD R4, R2, R2"
+    assert loads_in_flight(encoded(load, (arrive, 7, 1))) == [f"0010 {arrive}"]
+    assert loads_in_flight(encoded(load, (arrive, 7, 2))) == []
+    assert loads_in_flight(encoded(load, (use, 7, 2), (arrive, 7, 0))) == []
+    assert loads_in_flight(encoded(load, ("FENCE.VIEW.ASYNC.S", 7, 0), (arrive, 7, 0))) == []
+
+
+def test_a_wait_for_products_outlasts_earlier_loads() -> None:
+    """But not later ones, and not if the wait leaves products."""
+    load, product = ("LDS R2, [R3]", 1, 0), ("HGMMA.64x64x16.F32 R8, R4, gdesc[UR4], R8", 7, 0)
+    wait, arrive = ("WARPGROUP.DEPBAR.LE gsb0, 0x0", 7, 0), (ARRIVE, 7, 0)
+    assert loads_in_flight(encoded(load, product, wait, arrive)) == []
+    assert loads_in_flight(encoded(product, load, wait, arrive)) == [f"0030 {ARRIVE}"]
+    left = ("WARPGROUP.DEPBAR.LE gsb0, 0x1", 7, 0)
+    assert loads_in_flight(encoded(load, product, left, arrive)) == [f"0030 {ARRIVE}"]
+
+
+def test_a_load_of_the_last_iteration_is_found() -> None:
+    """It is in flight at an arrival that stands before it."""
+    loop = encoded((ARRIVE, 7, 0), ("LDSM.16.M88.4 R4, [R3]", 0, 0), ("@P0 BRA `(.L_x_1)", 7, 0))
+    assert loads_in_flight(f".L_x_1:\n{loop}") == [f"0000 {ARRIVE}"]

@@ -1,6 +1,7 @@
 """The Gluon kernels without a GPU: tests/support/gluon_emulated.py, gluon_walks.py and
 gluon_backward.py run the PTX that Triton makes of them on a CPU, in a process of its own, since
-Triton decides on import between its interpreter and its compiler. Needs g++."""
+Triton decides on import between its interpreter and its compiler. gluon_launches.py holds the
+emulator to what it finds between launches. Needs g++."""
 
 import os
 import platform
@@ -19,7 +20,10 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.mark.long(60)
-@pytest.mark.parametrize("module", ["gluon_emulated", "gluon_walks", "gluon_backward"])
+@pytest.mark.timeout(1800)  # g++ takes most of the time
+@pytest.mark.parametrize(
+    "module", ["gluon_launches", "gluon_emulated", "gluon_walks", "gluon_backward"]
+)
 def test_emulated(module: str) -> None:
     if platform.machine() != "x86_64":
         pytest.skip(f"the emulator changes stacks on x86_64 only, this is {platform.machine()}")

@@ -14,7 +14,6 @@ from engine_sources import definitions, parameters_in, source, wheel_of
 from helpers import same_bits
 from vllm_steps import HV, Sequence, Step, make_layer
 
-import gdn_triton
 from gdn_triton.integrations import sglang
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
@@ -117,29 +116,3 @@ def test_lightllm():
         exact, states = sequence.run(layer)
         torch.testing.assert_close(o.double(), exact[-count:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ssm_states[2].mT.double(), states[-1], rtol=1e-4, atol=1e-5)
-
-
-def test_megatron():
-    """The call of its layer, packed; the slot's variants are by name."""
-    provider = lines_of("Megatron-LM").Provider()
-    rule = provider.gated_delta_rule("gdn")
-    assert rule is gdn_triton.chunk_gated_delta_rule
-    x = [torch.randn(1, 9, 2, K) for _ in "qk"] + [torch.randn(1, 9, 4, V)]
-    gates = {"g": -torch.rand(1, 9, 4), "beta": torch.rand(1, 9, 4)}
-    o, state = rule(
-        *x,
-        **gates,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=torch.tensor([0, 4, 9]),
-    )
-    alone, _ = rule(
-        *(y[:, 4:] for y in x),
-        **{name: y[:, 4:] for name, y in gates.items()},
-        use_qk_l2norm_in_kernel=True,
-    )
-    assert state is None
-    torch.testing.assert_close(o[:, 4:], alone)
-    with pytest.raises(NotImplementedError, match="no kda"):
-        provider.gated_delta_rule("kda")

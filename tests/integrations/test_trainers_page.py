@@ -25,6 +25,7 @@ from runs import made_once
 from torch import nn
 from torch.nn import functional as F
 
+import gdn_triton
 from gdn_triton.layers import GatedDeltaNet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -292,3 +293,29 @@ def test_megatron(wheels: dict[str, Path], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.endswith("right\n")
+
+
+def test_megatron_provider() -> None:
+    """The call of its layer, packed; the slot's variants are by name."""
+    provider = lines_of("A provider of operators").Provider()
+    rule = provider.gated_delta_rule("gdn")
+    assert rule is gdn_triton.chunk_gated_delta_rule
+    x = [torch.randn(1, 9, 2, K) for _ in "qk"] + [torch.randn(1, 9, 4, V)]
+    gates = {"g": -torch.rand(1, 9, 4), "beta": torch.rand(1, 9, 4)}
+    o, state = rule(
+        *x,
+        **gates,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=torch.tensor([0, 4, 9]),
+    )
+    alone, _ = rule(
+        *(y[:, 4:] for y in x),
+        **{name: y[:, 4:] for name, y in gates.items()},
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert state is None
+    torch.testing.assert_close(o[:, 4:], alone)
+    with pytest.raises(NotImplementedError, match="no kda"):
+        provider.gated_delta_rule("kda")

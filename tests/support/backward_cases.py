@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import BF16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs, same_bits
-from narrow import Arithmetic, narrow_decay
+from narrow import Arithmetic, by_chunk, by_token, chunks_of, narrow_decay
 from torch import Tensor
 
 import gdn_triton
 from gdn_triton import reference
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
+from gdn_triton.reference import States
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
@@ -52,11 +53,6 @@ class Rounded(torch.autograd.Function):
         return ctx.arithmetic.operand(dy), None
 
 
-def by_head(x: Tensor, HV: int) -> Tensor:
-    """[t, heads, ...] -> [HV, t, ...] in fp32."""
-    return x.float().repeat_interleave(HV // x.shape[1], 1).movedim(1, 0)
-
-
 def narrow_chunks(
     q: Tensor,
     k: Tensor,
@@ -74,26 +70,31 @@ def narrow_chunks(
         return Rounded.apply(x, arithmetic)
 
     HV, product = v.shape[2], arithmetic.product
-    now = list(states.float().unbind())
-    o = 0 * v.float()
-    for n, b, start, end in case.spans():
-        q_c, k_c, v_c = (stored(by_head(x[b, start:end], HV)) for x in (q, k, v))
-        g_c, beta_c = (by_head(x[b, start:end], HV) for x in (g, beta))
-        # Token by token: torch.cumsum adds up in float64 on a CPU.
-        g_c = (g_c * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[FP32])
-        g_c = torch.stack(list(itertools.accumulate(g_c.unbind(-1))), -1)
-        decay = narrow_decay(g_c, 0)
-        from_start = g_c.exp2()[:, :, None]
-        A = (beta_c[:, :, None] * product(k_c, k_c.mT) * decay).tril(-1)
-        read = stored(now[n])
-        x_c = stored(beta_c[:, :, None] * (v_c - from_start * product(k_c, read)))
-        v_new = stored(torch.linalg.solve_triangular(A, x_c, upper=False, unitriangular=True))
-        scores = stored(product(q_c, k_c.mT) * decay)
-        o_c = from_start * product(q_c, read) + product(scores, v_new)
-        o[b, start:end] = (scale * o_c).movedim(0, 1)
-        written = stored((g_c[:, -1:] - g_c).exp2()[:, :, None] * v_new)
-        now[n] = g_c[:, -1, None, None].exp2() * now[n] + product(k_c.mT, written)
-    return o, torch.stack(now) if now else states
+    chunks = chunks_of(case, q.device)
+    q_c, k_c, v_c = (stored(by_chunk(x, case, HV)) for x in (q, k, v))
+    g_c, beta_c = by_chunk(g, case, HV), by_chunk(beta, case, HV)[..., None]
+    g_c = (g_c * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[FP32])
+    # Token by token: torch.cumsum adds up in float64 on a CPU. Past the end of a sequence the
+    # gates are 0, and the sums repeat the last one.
+    g_c = torch.stack(list(itertools.accumulate(g_c.unbind(-1))), -1)
+    decay = narrow_decay(g_c, 0)
+    A = (beta_c * product(k_c, k_c.mT) * decay).tril(-1)
+    scores = stored(product(q_c, k_c.mT) * decay)
+    from_start, g_last = g_c.exp2()[..., None], g_c[..., -1, None, None].exp2()
+    to_end = (g_c[..., -1:] - g_c).exp2()[..., None]
+    walk = States(chunks, states.float())
+    out: list[Tensor] = []
+    per_chunk = (q_c, k_c, v_c, beta_c, A, scores, from_start, to_end, g_last)
+    for q_t, k_t, v_t, beta_t, A_t, scores_t, from_t, to_t, g_t in zip(
+        *map(chunks.steps, per_chunk), strict=True
+    ):
+        state = walk.running(q_t.shape[0])
+        read = stored(state)
+        x_t = stored(beta_t * (v_t - from_t * product(k_t, read)))
+        v_new = stored(torch.linalg.solve_triangular(A_t, x_t, upper=False, unitriangular=True))
+        out.append(from_t * product(q_t, read) + product(scores_t, v_new))
+        walk.now = g_t * state + product(k_t.mT, stored(to_t * v_new))
+    return by_token(scale * chunks.unsteps(out), case), walk.final()
 
 
 # -------------------------------------------------------------------------------- three gradients
@@ -147,18 +148,24 @@ class Task:
 
 
 def make_task(
-    case: Case, dtype: torch.dtype, device: str, options: Options, x: Inputs | None = None
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    options: Options,
+    x: Inputs | None = None,
+    *,
+    seed: int = 0,
 ) -> Task:
     raw = options.l2norm or options.sigmoid or options.gate
     if x is None:
-        x = make_inputs(case, dtype, device, raw=raw)
+        x = make_inputs(case, dtype, device, seed=seed, raw=raw)
         if raw and not options.l2norm:
             x = x.but(k=torch.nn.functional.normalize(x.k.float(), dim=-1).to(dtype))
         if raw and not options.gate:
             x = x.but(g=-x.g.abs())
         if raw and not options.sigmoid:
             x = x.but(beta=x.beta.sigmoid())
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(11 + seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)

@@ -4,13 +4,13 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, make_task, run_op
 from fast_cases import fast_case
-from fast_parity import random_lengths
 from helpers import BF16, FP16, Case, make_inputs, same_bits
+from parity_calls import COUNTS, random_lengths
 from torch import Tensor
 
 from gdn_triton.fast import arguments
@@ -135,35 +135,65 @@ def check_replays(task: Task, lengths: tuple[int, ...]) -> None:
             assert same_bits(x, found[name]), name
 
 
-def random_task(number: int, device: str, *, longest: int) -> tuple[Task, torch.dtype]:
-    """The random call with that number, of any sizes, options and gates, and the dtype of its q, k
-    and v. longest: tokens of a sequence."""
-    rng = random.Random(number)
+class Variant(NamedTuple):
+    """What the kernels of a random task are compiled for. lengths: the number of sequences.
+    rows: the rows of all sequences and of none, or None. The heads of beta are outside if it is not
+    None: their stride is the number of rows, and a kernel is compiled for it."""
+
+    sizes: dict[str, int]
+    sequences: int
+    rows: int | None
+    dtype: torch.dtype
+    options: Options
+
+
+def random_variant(number: int) -> Variant:
+    rng = random.Random(f"variant {number}")
 
     def coin() -> bool:
         return rng.random() < 0.5
 
     H = rng.choice((1, 2))
-    sizes = {"H": H, "HV": H * rng.choice((1, 2, 3, 4)), "orphans": rng.choice((0, 1, 64))}
-    lengths = random_lengths(rng, longest)
+    sizes = {"H": H, "HV": H * rng.choice((1, 2, 3, 4))}
     if coin():
         sizes |= {"K": rng.randrange(8, 136, 8), "V": rng.randrange(8, 328, 8)}
-    dtype = rng.choice((BF16, FP16))
-    case = fast_case("random", "", lengths=lengths, **sizes)
     sigmoid, gate = coin(), coin()
-    options = Options(
-        l2norm=coin(),
-        sigmoid=sigmoid,
-        negative=sigmoid and coin(),
-        gate=gate,
-        dt_bias=coin(),
-        state=coin(),
-        v_first=coin(),
-        dht=coin(),
-        scale=rng.choice((None, -0.3)),
+    return Variant(
+        sizes=sizes,
+        sequences=rng.choice(COUNTS),
+        rows=rng.choice((None, None, None, 200, 1037)),
+        dtype=rng.choice((BF16, FP16)),
+        options=Options(
+            l2norm=coin(),
+            sigmoid=sigmoid,
+            negative=sigmoid and coin(),
+            gate=gate,
+            dt_bias=coin(),
+            state=coin(),
+            v_first=coin(),
+            dht=coin(),
+            scale=rng.choice((None, -0.3)),
+        ),
     )
-    task = make_task(case, dtype, device, options)
-    if not gate:
+
+
+def random_task(
+    number: int, device: str, *, longest: int, alike: int = 1
+) -> tuple[Task, torch.dtype]:
+    """The random call with that number, of any sizes, options and gates, and the dtype of its q, k
+    and v. longest: tokens of a sequence. `alike` consecutive numbers have the same variant."""
+    rng, variant = random.Random(number), random_variant(number // alike)
+    lengths = random_lengths(rng, longest, variant.sequences)
+    orphans = rng.choice((0, 1, 64))
+    if variant.rows is not None:
+        ends = [min(end, variant.rows) for end in itertools.accumulate(lengths, initial=0)]
+        lengths = tuple(b - a for a, b in itertools.pairwise(ends))
+        orphans = variant.rows - ends[-1]
+    case = fast_case("random", "", lengths=lengths, orphans=orphans, **variant.sizes)
+    task = make_task(case, variant.dtype, device, variant.options, seed=number)
+    if variant.rows is None:
+        task.leaves["beta"] = task.leaves["beta"].contiguous()
+    if not variant.options.gate:
         change = STRENGTHS[rng.choice(list(STRENGTHS))]
         task.leaves["g"] = change(task.leaves["g"])
-    return task, dtype
+    return task, variant.dtype

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from choice_cases import problem as triton_problem
-from fast_parity import (
-    Options,
-)
 from helpers import (
     BF16,
     FP16,
@@ -21,6 +18,7 @@ from helpers import (
     make_inputs,
     same_bits,
 )
+from parity_calls import Options
 from torch import Tensor
 
 from gdn_triton import fast

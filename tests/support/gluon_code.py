@@ -31,6 +31,7 @@ from target_calls import BF16, Shape, make_call
 from target_code import (
     compile_only,
     disassembled,
+    loads_in_flight,
     local_memory_around,
     stack_and_registers,
     stale_uniform_registers,
@@ -59,6 +60,9 @@ IN_LOOP_WITH_POOL = 44
 # By how much these limits, and those below, are higher with a release of Triton that copies
 # operands in registers (COPIES of names.py).
 MORE_WITH_COPIES = 120
+# The arrivals at barriers while loads of shared memory are in flight, of blocks with several tiles:
+# the barrier stands for the keys of the chunk before, and the loads are of this chunk's gates.
+IN_FLIGHT_OF_TILES = 1
 # The advisory that the assembler waits for a product once more.
 ONE_MORE_WAIT = "(C7517)"
 # The limits of the kernel of the gradients: bytes of stack, which are mostly addresses of the warps
@@ -193,6 +197,17 @@ def more_with_copies() -> int:
     return MORE_WITH_COPIES if COPIES.value else 0
 
 
+def in_flight(sass: str, allowed: int) -> list[str]:
+    """All arrivals during loads, if there are more than are allowed."""
+    found = [f"{text}, while a load is in flight" for text in loads_in_flight(sass)]
+    return found if len(found) > allowed else []
+
+
+def has_several_tiles(call: Call) -> bool:
+    """Whether a block walks several tiles (`is_dealt` of hopper/launch.py)."""
+    return call.shape.K <= 128 and call.segments == 0 and call.N * call.shape.HV > 132
+
+
 def in_loop_allowed(call: Call) -> int:
     allowed = IN_LOOP_OF_SEGMENTS if call.segments else IN_LOOP[call.shape.full]
     return more_with_copies() + (IN_LOOP_WITH_POOL if call.pool else allowed)
@@ -231,6 +246,7 @@ def judge_gradients() -> list[str]:
         # a product that reads such a register reads an address.
         stale = stale_uniform_registers(sass)
         found += [text for text in stale if re.search(r" (UMOV|R2UR|HGMMA)\b", text)]
+        found += in_flight(sass, 0)
         if shared > SHARED_MEMORY:
             found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
         if stack > (allowed := GRADIENTS_STACK + more_with_copies()):
@@ -258,7 +274,7 @@ def judge_walks() -> list[str]:
             line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
             print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
             found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
-            found += stale_uniform_registers(sass)
+            found += [*stale_uniform_registers(sass), *in_flight(sass, 0)]
             if shared > SHARED_MEMORY:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
             if stack > (allowed := STACK_OF_WALKS + more_with_copies()):
@@ -284,6 +300,7 @@ def main() -> int:
             if call.shape.K > 128 and more_with_copies():
                 found = [text for text in found if not text.startswith(ONE_MORE_WAIT)]
             found += stale_uniform_registers(sass)
+            found += in_flight(sass, IN_FLIGHT_OF_TILES if has_several_tiles(call) else 0)
             if shared > SHARED_MEMORY:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
             allowed = STACK[call.shape.full or call.key_first] + more_with_copies()

@@ -1,6 +1,9 @@
 """The independent computation for the error budget of helpers.py: plain torch, in the precision of
-a kernel (`Arithmetic`), rounded where the kernel stores."""
+a kernel (`Arithmetic`), rounded where the kernel stores. All chunks are computed at the same time,
+because a loop over chunks launches thousands of small kernels on a GPU."""
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from gdn_triton import reference
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2
+from gdn_triton.reference import Chunks, States
 
 
 def keep_bits(x: Tensor, bits: int) -> Tensor:
@@ -46,9 +50,8 @@ class Arithmetic:
         """a @ b in fp32, summed like an unrolled loop: the even terms, then the odd ones. The order
         of the tokens would give an unusually small error where terms cancel from token to token, as
         under reflections; kernels and libraries do not use it."""
-        n = a.shape[-1]
-        order = torch.tensor([*range(0, n, 2), *range(1, n, 2)], device=a.device)
-        return a[..., order] @ b[..., order, :]
+        a = torch.cat([a[..., 0::2], a[..., 1::2]], -1)
+        return a @ torch.cat([b[..., 0::2, :], b[..., 1::2, :]], -2)
 
     @property
     def unit(self) -> float:
@@ -64,22 +67,38 @@ def narrow_heads(x: Tensor, HV: int) -> Tensor:
 
 
 def narrow_decay(g_cumsum: Tensor, diagonal: int) -> Tensor:
-    """[HV, t] -> [HV, t, t], 0 above the diagonal."""
+    """[..., t] -> [..., t, t], 0 above the diagonal."""
     keep = torch.ones(g_cumsum.shape[-1:] * 2, device=g_cumsum.device).tril(diagonal).bool()
-    difference = g_cumsum[:, :, None] - g_cumsum[:, None, :]
+    difference = g_cumsum[..., :, None] - g_cumsum[..., None, :]
     return torch.where(keep, difference, -torch.inf).exp2()
+
+
+@functools.lru_cache(maxsize=64)
+def chunks_of(case: Case, device: torch.device) -> Chunks:
+    """The view of a case's tokens as chunks, which all functions of this module share."""
+    offsets = case.cu_seqlens("cpu", torch.int64)
+    return Chunks(case.tokens, case.B, case.chunk_size, offsets, device=device)
+
+
+def by_chunk(x: Tensor, case: Case, HV: int, *, hold: bool = False) -> Tensor:
+    """[B, T, heads, ...] -> [C, HV, t, ...] in fp32. Rows past the end of a sequence are 0, or its
+    last row with `hold`."""
+    x = chunks_of(case, x.device).split(x.float(), hold=hold)
+    return x.repeat_interleave(HV // x.shape[2], 2).transpose(1, 2)
+
+
+def by_token(x: Tensor, case: Case) -> Tensor:
+    """[C, HV, t, ...] -> [B, T, HV, ...]; 0 for tokens of no sequence."""
+    return chunks_of(case, x.device).merge(x.transpose(1, 2))
 
 
 def narrow_cumsum(x: Tensor, case: Case, *, reverse: bool = False) -> Tensor:
     """Chunk-local sum of fp32 x [B, T, HV], one addition after the other in fp32: torch.cumsum adds
     up in float64 on a CPU, and is no independent computation in fp32."""
-    out = torch.zeros_like(x)
-    for _, b, start, end in case.spans():
-        total = torch.zeros_like(x[b, start])
-        for t in reversed(range(start, end)) if reverse else range(start, end):
-            total = total + x[b, t]
-            out[b, t] = total
-    return out
+    chunks = chunks_of(case, x.device)
+    rows = chunks.split(x).unbind(1)
+    sums = list(itertools.accumulate(reversed(rows) if reverse else rows))
+    return chunks.merge(torch.stack(sums[::-1] if reverse else sums, 1))
 
 
 def narrow_gate_cumsum(g: Tensor, case: Case) -> Tensor:
@@ -87,21 +106,29 @@ def narrow_gate_cumsum(g: Tensor, case: Case) -> Tensor:
     return narrow_cumsum((g.float() * RCP_LN2).clamp_min(LOG2_DECAY_FLOOR[FP32]), case)
 
 
+def inverses(
+    k: Tensor, g_cumsum: Tensor, beta: Tensor, case: Case, arithmetic: Arithmetic
+) -> Tensor:
+    """(I + A)^-1 [C, HV, t, t] in fp32, by forward substitution. Rows and columns past the end of a
+    sequence are those of the identity."""
+    HV, product = g_cumsum.shape[2], arithmetic.product
+    k_c = arithmetic.operand(by_chunk(k, case, HV))
+    g_c, beta_c = by_chunk(g_cumsum, case, HV, hold=True), by_chunk(beta, case, HV)
+    A = beta_c[..., None] * product(k_c, k_c.mT) * narrow_decay(g_c, -1)
+    A = arithmetic.inner(A.tril(-1))
+    identity = torch.eye(case.chunk_size, device=k.device).expand_as(A)
+    return arithmetic.inner(
+        torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True)
+    )
+
+
 def narrow_inverse(
     k: Tensor, g_cumsum: Tensor, beta: Tensor, case: Case, arithmetic: Arithmetic
 ) -> list[Tensor]:
-    """(I + A)^-1 of each chunk, [HV, t, t], fp32, by forward substitution."""
-    HV, product = g_cumsum.shape[2], arithmetic.product
-    inverses = []
-    for _, b, start, end in case.spans():
-        k_c = arithmetic.operand(narrow_heads(k[b, start:end], HV))
-        g_c, beta_c = narrow_heads(g_cumsum[b, start:end], HV), narrow_heads(beta[b, start:end], HV)
-        A = (beta_c[:, :, None] * product(k_c, k_c.mT) * narrow_decay(g_c, -1)).tril(-1)
-        identity = torch.eye(end - start, device=k.device).expand_as(A)
-        A = arithmetic.inner(A)
-        A_inv = torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True)
-        inverses.append(arithmetic.inner(A_inv))
-    return inverses
+    """(I + A)^-1 of each chunk, [HV, t, t], fp32."""
+    found = inverses(k, g_cumsum, beta, case, arithmetic)
+    lengths = [end - start for *_, start, end in case.spans()]
+    return [x[:, :t, :t] for x, t in zip(found, lengths, strict=True)]
 
 
 def narrow_wy(
@@ -113,18 +140,15 @@ def narrow_wy(
     arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor]:
     """w, u in the dtype; the factors of A_inv's columns are applied in fp32, then rounded."""
-    B, T, HV, V = v.shape
-    w = torch.zeros(B, T, HV, k.shape[-1], dtype=arithmetic.dtype, device=k.device)
-    u = torch.zeros(B, T, HV, V, dtype=arithmetic.dtype, device=k.device)
+    HV, dtype = v.shape[2], arithmetic.dtype
     round_, product = arithmetic.operand, arithmetic.product
-    inverses = narrow_inverse(k, g_cumsum, beta, case, arithmetic)
-    for (_, b, start, end), A_inv in zip(case.spans(), inverses, strict=True):
-        k_c, v_c = (round_(narrow_heads(x[b, start:end], HV)) for x in (k, v))
-        g_c, beta_c = (narrow_heads(x[b, start:end], HV) for x in (g_cumsum, beta))
-        X = A_inv * beta_c[:, None, :]
-        u[b, start:end] = product(round_(X), v_c).movedim(0, 1).to(u.dtype)
-        w[b, start:end] = product(round_(X * g_c.exp2()[:, None, :]), k_c).movedim(0, 1).to(w.dtype)
-    return w, u
+    A_inv = inverses(k, g_cumsum, beta, case, arithmetic)
+    k_c, v_c = (round_(by_chunk(x, case, HV)) for x in (k, v))
+    g_c, beta_c = by_chunk(g_cumsum, case, HV, hold=True), by_chunk(beta, case, HV)
+    X = A_inv * beta_c[:, :, None, :]
+    u = product(round_(X), v_c)
+    w = product(round_(X * g_c.exp2()[:, :, None, :]), k_c)
+    return by_token(w.to(dtype), case), by_token(u.to(dtype), case)
 
 
 def narrow_state(
@@ -139,21 +163,24 @@ def narrow_state(
     """h [C, HV, K, V] and v_new in the dtype, the final state [N, HV, K, V] in fp32."""
     HV, V = u.shape[2:]
     round_, product, K = arithmetic.operand, arithmetic.product, k.shape[-1]
-    states = torch.zeros(case.N, HV, K, V, device=k.device)
-    if initial_state is not None:
-        states = initial_state.to(FP32).clone()
+    chunks = chunks_of(case, k.device)
+    if initial_state is None:
+        initial_state = torch.zeros(case.N, HV, K, V, device=k.device)
+    states = States(chunks, initial_state.to(FP32))
+    k_c, w_c = (round_(by_chunk(x, case, HV)) for x in (k, w))
+    u_c, g_c = by_chunk(u, case, HV), by_chunk(g_cumsum, case, HV, hold=True)
+    to_end = (g_c[..., -1:] - g_c).exp2()[..., None]
+    g_last = g_c[..., -1, None, None].exp2()
     h: list[Tensor] = []
-    v_new = torch.zeros(u.shape, dtype=arithmetic.dtype, device=u.device)
-    for n, b, start, end in case.spans():
-        k_c, w_c, u_c, g_c = (narrow_heads(x[b, start:end], HV) for x in (k, w, u, g_cumsum))
-        h.append(states[n].to(arithmetic.dtype))
-        v_c = u_c - product(round_(w_c), round_(states[n]))
-        v_new[b, start:end] = v_c.movedim(0, 1).to(v_new.dtype)
-        to_end = (g_c[:, -1:] - g_c).exp2()[:, :, None]
-        g_last = g_c[:, -1, None, None].exp2()
-        states[n] = g_last * states[n] + product(round_(k_c).mT, round_(to_end * v_c))
-    none = torch.zeros(0, HV, K, V, dtype=arithmetic.dtype, device=k.device)
-    return torch.stack(h) if h else none, v_new, states
+    v_new: list[Tensor] = []
+    per_chunk = (k_c, w_c, u_c, to_end, g_last)
+    for k_t, w_t, u_t, to_end_t, g_last_t in zip(*map(chunks.steps, per_chunk), strict=True):
+        state = states.running(u_t.shape[0])
+        v_t = u_t - product(w_t, round_(state))
+        h.append(state.to(arithmetic.dtype))
+        v_new.append(v_t.to(arithmetic.dtype))
+        states.now = g_last_t * state + product(round_(k_t).mT, round_(to_end_t * v_t))
+    return chunks.unsteps(h), by_token(chunks.unsteps(v_new), case), states.final()
 
 
 def narrow_output(
@@ -170,15 +197,11 @@ def narrow_output(
     """o in `dtype`; h [C, HV, K, V]. The weights of v_new are rounded, as a product's operand."""
     HV = v_new.shape[2]
     round_, product = arithmetic.operand, arithmetic.product
-    o = torch.zeros(v_new.shape, dtype=dtype, device=q.device)
-    for c, (_, b, start, end) in enumerate(case.spans()):
-        q_c, k_c, v_c = (round_(narrow_heads(x[b, start:end], HV)) for x in (q, k, v_new))
-        g_c = narrow_heads(g_cumsum[b, start:end], HV)
-        weights = round_(product(q_c, k_c.mT) * narrow_decay(g_c, 0))
-        o_c = g_c.exp2()[:, :, None] * product(q_c, round_(h[c].float()))
-        o_c = o_c + product(weights, v_c)
-        o[b, start:end] = (scale * o_c).movedim(0, 1).to(dtype)
-    return o
+    q_c, k_c, v_c = (round_(by_chunk(x, case, HV)) for x in (q, k, v_new))
+    g_c = by_chunk(g_cumsum, case, HV, hold=True)
+    weights = round_(product(q_c, k_c.mT) * narrow_decay(g_c, 0))
+    o = g_c.exp2()[..., None] * product(q_c, round_(h.float())) + product(weights, v_c)
+    return by_token((scale * o).to(dtype), case)
 
 
 def narrow_forward(

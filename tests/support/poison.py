@@ -1,10 +1,12 @@
 """Fills memory that the package allocates without filling it, so a read of memory that nothing has
 written cannot pass for a zero."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 # The functions that allocate: the owner of each, and its name.
@@ -32,3 +34,12 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return x.fill_(1 if x.dtype == torch.bool else POISON_INT)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Every allocation of the package is `poisoned`, in a script that runs no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ALLOCATING:
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield

@@ -1,12 +1,13 @@
-"""Random sequences of steps with a window, whose outputs and states are compared with float64.
+r"""Random sequences of steps with a window, whose outputs and states are compared with float64.
 
-    python tests/support/random_windows.py --backend triton --count 1000 --workers 12
+    python tests/support/random_windows.py --count 100000 --seconds 150 --workers 16
 
-A case has one kind of call, and ten cases in a row have the same kind: sizes, heads, dtypes, the
+A case has one kind of call, and 48 cases in a row have the same kind: sizes, heads, dtypes, the
 layout of states, inputs before or after their activations, and padded, packed or in trees. A case
 draws slots, positions, padding, lengths, accepted tokens, folds and moves to other slots. Some
 calls run twice from equal memory, once without half of their sequences: on Triton the others have
-the same bits. A case that fails prints its number, which `--only` runs again.
+the same bits. A case that fails prints the arguments that run it again. `random_runs.py` says how
+cases are numbered and shared among processes, and what `--alike` and `--seconds` do.
 """
 
 import argparse
@@ -16,16 +17,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from fast_parity import add_numbers, check_numbers, requested
+from fast_parity import requested
 from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
 from narrow_window import NarrowWindow
+from random_runs import add_numbers, check_numbers, options_of
 from torch import Tensor
 from window_cases import Case, cloned_window, half_a_step, poisoned_window, rounded_states
 
 from gdn_triton import accept_window, fold_window, recurrent_step, reference, restart_window
 
-ALIKE = 10  # consecutive cases of one kind
-KINDS = 96
 SPARE = 3  # slots without a sequence
 
 
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 def random_kind(number: int, small: bool) -> Kind:
-    rng = random.Random(f"kind {number % KINDS}")
+    rng = random.Random(f"kind {number}")
     # One call in five has more than 512 states, from which programs have more columns.
     sizes = [(128, 128, 1, 2, 5), (128, 128, 2, 4, 9), (128, 128, 4, 4, 140), (64, 128, 1, 3, 4),
              (96, 40, 2, 4, 6)]  # fmt: skip
@@ -319,10 +319,10 @@ class Run:
         assert_within_budget("states", states, exact, close, dtype=dtype, unit=unit)
 
 
-def check_case(number: int, device: str, backend: str, small: bool) -> None:
+def check_case(number: int, device: str, backend: str, *, small: bool, alike: int) -> None:
     rng = random.Random(number)
     torch.manual_seed(number)
-    kind = random_kind(number // ALIKE, small)
+    kind = random_kind(number // alike, small)
     run = Run(kind, rng, device, backend)
     for _ in range(rng.randint(4, kind.case.period + 6)):
         run.step()
@@ -333,22 +333,22 @@ def check_case(number: int, device: str, backend: str, small: bool) -> None:
     run.finish()
 
 
-def check_random(number: int, backend: str) -> str | None:
+def check_random(number: int, options: argparse.Namespace) -> str | None:
     """The fault of a random case, or None."""
+    backend, alike = options.backend, options.alike
     try:
         with requested(backend):
-            check_case(number, "cuda", backend, small=False)
+            check_case(number, "cuda", backend, small=False, alike=alike)
     except AssertionError as why:
-        return f"FAILED {number}: {random_kind(number // ALIKE, small=False)}\n    {why}"
+        return f"FAILED {number}: {random_kind(number // alike, small=False)}\n    {why}"
     return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random steps with a window.")
-    add_numbers(parser)
-    parser.set_defaults(backend="triton")
-    options = parser.parse_args()
-    sys.exit(check_numbers(partial(check_random, backend=options.backend), options))
+    add_numbers(parser, alike=48, backend="triton")
+    options = options_of(parser)
+    sys.exit(check_numbers(partial(check_random, options=options), options))
 
 
 if __name__ == "__main__":

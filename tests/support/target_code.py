@@ -74,8 +74,9 @@ def said_of(cubin: bytes, tool: str, *options: str) -> str:
 
 
 def disassembled(cubin: bytes) -> str:
-    """The instructions. cuobjdump also prints the bits of each, and takes half as long again."""
-    return said_of(cubin, "nvdisasm", "--print-code", "--no-dataflow")
+    """The instructions, each with its bits in two comments, the second on a line of its own."""
+    options = "--print-code", "--no-dataflow", "--print-instruction-encoding"
+    return said_of(cubin, "nvdisasm", *options)
 
 
 def stack_and_registers(cubin: bytes) -> tuple[int, int]:
@@ -216,6 +217,46 @@ class _Flow:
                 inside.update(new)
                 todo += new
         return inside
+
+
+def loads_in_flight(sass: str) -> list[str]:
+    """The arrivals of a Hopper kernel at barriers of shared memory that are issued while a load of
+    shared memory by the same warp has not returned, in the order of the text. An arrival does not
+    wait for loads, and a warp that waits for the barrier may overwrite what is loaded.
+
+    The upper bits of an instruction name the counter that a load holds until it returns, and the
+    counters for which the instruction waits before it is issued. A wait for all matrix products
+    outlasts the loads that were issued before these products."""
+    flow = _Flow(sass)
+    upper = re.findall(r"(?m)^\s+/\* 0x([0-9a-f]{16}) \*/", sass)
+    assert len(upper) == len(flow.code), f"{len(upper)} encodings of {len(flow.code)} instructions"
+    controls = [int(bits, 16) >> 41 for bits in upper]
+    found: dict[int, str] = {}
+    # By instruction: the counters that loads hold before it, on some path, a bit each. Six higher
+    # bits are of those that a matrix product follows.
+    held = [0] * len(flow.code)
+    todo = list(range(len(flow.code)))[::-1]
+    while todo:
+        at = todo.pop()
+        address, name, parts, _ = flow.code[at]
+        waits = controls[at] >> 11 & 0x3F
+        counters = held[at] & ~(waits | waits << 6)
+        if counters and (name.startswith(("SYNCS.ARRIVE", "ARRIVES."))):
+            found[at] = f"{address} {name} {', '.join(parts)}"
+        if name.startswith(("FENCE.", "MEMBAR.")):
+            counters = 0
+        if name.startswith("HGMMA."):
+            counters = (counters | counters << 6) & 0xFC0
+        if name.startswith("WARPGROUP.DEPBAR") and parts[-1] == "0x0":
+            counters &= 0x3F
+        counter = controls[at] >> 5 & 7
+        if re.match(r"(LDS|LDSM|ATOMS)(\.|$)", name) and counter < 6:
+            counters |= 1 << counter
+        for after in flow.next[at]:
+            if counters & ~held[after]:
+                held[after] |= counters
+                todo.append(after)
+    return [found[at] for at in sorted(found)]
 
 
 def local_memory_around(sass: str, product: str) -> int:

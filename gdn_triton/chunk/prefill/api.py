@@ -38,18 +38,19 @@ def chunk_prefill(
     checkpoint_slots: Tensor | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole sequences in the chunked form, from and to a pool of states that is updated in place.
+    """Computes whole sequences in the chunked form, from and to a pool of states that is updated in
+    place.
 
-    The rule, the tokens and the options are those of `gdn_triton.chunk_gated_delta_rule`; the pool,
+    The rule, the tokens and the options are those of `gdn_triton.chunk_gated_delta_rule`. The pool,
     its slots and its padding are those of `gdn_triton.recurrent_step`, which continues from the
-    final states.
-    Sequence n starts from the state in slot read_slots[n], and its final state is written to slot
-    write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
+    final states. Sequence n starts from the state in slot read_slots[n], and its final state is
+    written to slot write_slots[n]. `docs/prefill.md` shows prefix caching and CUDA graphs.
 
-    Sizes as there: B batch, T tokens, H and HV heads, K and V channels of a head, N sequences.
-    "Float" is float16, bfloat16, float32 or float64. All tensors are on one device, except
-    `cu_seqlens_cpu`. In the memory that is written, `state`, `out` and `state_checkpoints`, no two
-    elements share an address, and no other argument shares it. Autograd sees the writes.
+    Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V channels of a head, N
+    sequences. "Float" is float16, bfloat16, float32 or float64. All tensors are on one device,
+    except `cu_seqlens_cpu`. The call writes `state`, `out` and `state_checkpoints` in place, and
+    autograd sees the writes. No two elements of these tensors may share an address, and no other
+    argument may share their memory.
 
     Args:
         state: [slots, HV, K, V], or [slots, HV, V, K] with `state_v_first`; float. Written in
@@ -94,11 +95,11 @@ def chunk_prefill(
             checkpoint_slots it may be `state` itself, which is the meaning of None there. None,
             without checkpoint_slots: a new tensor of the pool's dtype, whose other rows are
             undefined.
-        checkpoint_slots: [N, M], int32 or int64: replaces the formula: the row of
-            state_checkpoints, or, if that is None, the slot of the pool, to which a sequence's j-th
-            checkpoint is written. A checkpoint whose slot is padding, or that has no column, is not
-            kept. The rules of write_slots hold; only the checkpoint after a sequence's last token
-            may share a slot with its final state.
+        checkpoint_slots: [N, M], int32 or int64, in place of that formula: the row of
+            state_checkpoints, or, if that is None, the slot of the pool, to which checkpoint j of
+            sequence n, from 0 on, is written. A checkpoint whose slot is padding, or that has no
+            column, is not kept. The rules of write_slots hold; only the checkpoint after a
+            sequence's last token may share a slot with its final state.
         chunk_size: tokens of a chunk: 16, 32 or 64. Changes the rounding, not the meaning.
 
     Returns:

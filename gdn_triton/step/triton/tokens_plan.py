@@ -95,7 +95,7 @@ def grid_size(p: LayerProblem, BV: int) -> int:
     return -(-p.V // BV) * (p.N + p.is_packed) * p.HV
 
 
-def runs_at_once(p: LayerProblem) -> bool:
+def serves_tokens(p: LayerProblem) -> bool:
     """Returns whether a call without a window runs `layer_tokens_kernel`."""
     has_parts = p.W > 0 or p.has_norm
     if not has_parts or not p.has_tickets or not (p.state_v_first or p.K <= MOST_COLUMN):
@@ -111,7 +111,7 @@ def runs_at_once(p: LayerProblem) -> bool:
     return programs <= most.get(p.state_dtype.itemsize, 0)
 
 
-def window_runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
+def serves_window_tokens(p: LayerProblem, rule: RecurrentProblem) -> bool:
     """Returns whether a call of several tokens with a window runs `layer_window_kernel`. rule: the
     step of the recurrence."""
     tokens, most = MOST_WINDOW_PROGRAMS.get(p.state_dtype.itemsize, (0, 0))

@@ -88,7 +88,7 @@ def layer_norm_kernel(
         )  # fmt: skip
 
 
-def runs_at_once(p: LayerProblem, rule: RecurrentProblem) -> bool:
+def is_one_launch(p: LayerProblem, rule: RecurrentProblem) -> bool:
     """Returns whether the call is one launch. rule: the step of the recurrence."""
     most = MOST_PROGRAMS.get(p.state_dtype.itemsize, 0)
     has_parts = p.W > 0 or p.has_norm

@@ -38,6 +38,13 @@ void finish_phase_if_due(Thread& t, Barrier& barrier) {
   barrier.waiting.clear();
 }
 
+// The barrier at which a copy arrives. A copy sees a barrier's initialisation only after a fence.
+void check_fenced(Thread& t, Block& block, uint32_t address) {
+  const Barrier& barrier = barrier_at(t, block, address);
+  if (t.watched && block.threads[barrier.by]->thread.barrier_fences == barrier.fences)
+    fail(t, "a copy that arrives at a barrier whose initialisation has no fence after it");
+}
+
 // The block of the cluster, and the address there.
 Block& block_at(Thread& t, uint32_t& address) {
   const uint32_t rank = address >> 24;
@@ -215,6 +222,7 @@ void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals) {
   auto& made = t.block->barriers[barrier];
   made = std::make_unique<Barrier>();
   made->arrivals = made->pending = arrivals;
+  made->by = t.index, made->fences = t.barrier_fences;
 }
 void barrier_arrive(Thread& t, uint32_t address, bool in_cluster, uint32_t count) {
   Block& block = in_cluster ? block_at(t, address) : *t.block;
@@ -251,9 +259,10 @@ uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank) {
   return (rank + 1) << 24 | (address & 0xffffff);
 }
 void fence_proxy_async(Thread& t) {
-  ++t.fences;
+  ++t.fences, ++t.barrier_fences;
   if (t.watched) t.warp->fenced = t.warp->clocks.seen;
 }
+void fence_mbarrier_init(Thread& t) { ++t.barrier_fences; }
 
 void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes) {
   uint8_t* const target = shared_at(t, to, bytes);
@@ -288,7 +297,7 @@ void tensor_load(Thread& t, uint32_t to, uint64_t map, uint32_t c0, uint32_t c1,
   const uint32_t rows = box.rows(), bytes = rows * 128;
   shared_at(t, to, 128);
   shared_at(t, to + bytes - 128, 128);
-  barrier_at(t, *t.block, barrier);
+  check_fenced(t, *t.block, barrier);
   const Issue issue = begin_copy(t, *t.block, to, bytes);
   watch_box(t, box, GlobalAccess::kRead, issue.clock);
   Thread* const thread = &t;
@@ -324,7 +333,7 @@ void bulk_load(Thread& t, uint32_t to, uint64_t from, uint32_t bytes, uint32_t b
     if (blocks == kOwnBlock ? rank != t.block->rank : (blocks >> rank & 1) == 0) continue;
     if (rank >= all.size()) fail(t, "a copy to no block of the cluster");
     Block* const block = all[rank].get();
-    barrier_at(t, *block, barrier);
+    check_fenced(t, *block, barrier);
     const Issue issue = begin_copy(t, *block, to, bytes);
     if (t.watched) watch_global(t, from, bytes, GlobalAccess::kRead, issue.clock);
     add_copy([=] {

@@ -37,6 +37,8 @@ _FLAGS = (
 _MOST_PARAMETERS = 8192  # kMostParameters of launch.h
 _MAP_MAGIC = 0x70616D726F736E65
 _ALIGNMENT = 128
+# Which races `emulator_launch` looks for.
+_NO_RACES, _INSIDE, _BETWEEN = range(3)
 
 
 def _compiled(target: Path, command: Sequence[str | Path]) -> Path:
@@ -139,7 +141,8 @@ class _Machine:
     def launch(
         self, name: str, kernel: Any, given: dict[str, Any], grid: Sequence[int], *, checks: bool
     ) -> None:
-        """checks: look for races and for accesses that are not allowed, if asked for."""
+        """checks: look for races inside of the launch and for accesses that are not allowed, if
+        asked for; else for races with earlier launches alone."""
         assert all(n == 1 for n in grid[1:]), f"{name}: a grid of several dimensions"
         path = str(_library_of(kernel.asm["ptx"], self.path)).encode()
         places = (ctypes.c_uint32 * 400)()
@@ -154,6 +157,7 @@ class _Machine:
             ctypes.memmove(first + places[2 * i], part, len(part))
         if checks:
             self._allow(given, self.writes[name])
+        watched = (_INSIDE if checks else _BETWEEN) if self.races else _NO_RACES
         blocks, threads = grid[0], kernel.metadata.num_warps * 32
         said = self.library.emulator_launch(
             path,
@@ -162,12 +166,19 @@ class _Machine:
             threads,
             kernel.metadata.shared,
             ctypes.c_void_p(first),
+            int(kernel.metadata.launch_pdl),
             ctypes.c_uint64(self.seed),
-            int(self.races and checks),
+            watched,
         )
-        self.library.emulator_end_call()
+        self.library.emulator_end_launch()
         if said:
             raise RuntimeError(f"{name}: {said.decode()}")
+
+    def end(self) -> None:
+        """Fails if an earlier launch may still run when the last one has ended, because what comes
+        next waits for the last one alone."""
+        if not self.library.emulator_end_call():
+            raise RuntimeError("the last launch does not end after all others")
 
     def _allow(self, given: dict[str, Any], written: Collection[str]) -> None:
         """A kernel may access its arguments alone."""
@@ -190,8 +201,9 @@ def emulated(
     races: bool = False,
 ) -> Iterator[None]:
     """Launches run here, for tensors of the CPU, in an order of warps and copies that `seed` draws.
-    writes: of the Gluon kernels that may run, the arguments that they may write. Other kernels are
-    not checked."""
+    writes: of the Gluon kernels that may run, the arguments that they may write. Of other kernels
+    only accesses to global memory are checked, against those of earlier launches that may still
+    run."""
     machine = _Machine(writes, seed, races)
     run = JITFunction.run
 
@@ -205,5 +217,6 @@ def emulated(
     JITFunction.run = one
     try:
         yield
+        machine.end()
     finally:
         JITFunction.run = run

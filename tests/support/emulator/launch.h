@@ -22,6 +22,7 @@ struct Launch {
 struct Options {
   uint64_t seed = 0;
   bool races = false;     // looks for accesses that nothing orders, and for those outside of a call's tensors
+  bool of_launches = false;  // looks for races between launches alone, not inside of this one
   bool readers_fence = false;  // a fence.proxy.async of who reads counts too, if it follows what tells it of the write
   bool in_order = false;  // warps by their numbers, copies at once: for finding a fault again
 };

@@ -215,7 +215,7 @@ std::unique_ptr<Warp> make_warp(Block& block, uint32_t number, uint32_t lanes, u
   for (uint32_t lane = 0; lane < lanes; ++lane) {
     auto s = std::make_unique<State>();
     const uint32_t index = 32 * number + lane;
-    s->thread = {nullptr, &block, warp.get(), index, lane, 0, block.shared, block.shared_end, options.races, 0};
+    s->thread = {nullptr, &block, warp.get(), index, lane, 0, block.shared, block.shared_end, options.races, 0, 0};
     s->thread.stack_pointer = fresh_stack(block.rank * threads + index, s.get());
     warp->states.push_back(s.get());
     block.threads.push_back(std::move(s));

@@ -21,6 +21,7 @@ struct Thread {
   uint32_t shared_end;
   bool watched;      // whether accesses are looked at for races
   uint32_t fences;   // fence.proxy.async so far
+  uint32_t barrier_fences;  // the same, and fence.mbarrier_init
 };
 
 // ---- bits ------------------------------------------------------------------------------------------------------
@@ -394,6 +395,7 @@ void barrier_expect(Thread& t, uint32_t barrier, uint32_t bytes);
 bool barrier_try_wait(Thread& t, uint32_t barrier, uint32_t parity);
 uint32_t map_to_rank(Thread& t, uint32_t address, uint32_t rank);
 void fence_proxy_async(Thread& t);
+void fence_mbarrier_init(Thread& t);
 
 void copy_async(Thread& t, uint32_t to, uint64_t from, uint32_t bytes);
 void copy_async_commit(Thread& t);

@@ -85,6 +85,7 @@ bool comes_after(const Thread& t, const Access& x, bool atomic, bool write) {
       return from->launch == x.launch && from->cluster == x.cluster && from->seen[x.agent] >= x.clock;
     });
   }
+  if (options.of_launches) return true;
   return x.cluster == t.block->cluster->number && (write ? clocks.seen : clocks.past)[x.agent] >= x.clock;
 }
 
@@ -122,7 +123,7 @@ void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how,
   if (address >= params && address < params + kMostParameters) return;  // by a generic address
   const bool reads = how != GlobalAccess::kWrite, writes = how != GlobalAccess::kRead;
   const bool atomic = how == GlobalAccess::kAtomic;
-  if (!tensors.empty()) look_inside(t, address, bytes, writes);
+  if (!tensors.empty() && !options.of_launches) look_inside(t, address, bytes, writes);
   const uint32_t cluster = t.block->cluster->number;
   const int agent = copy ? copies_agent(*t.block) : int(t.warp->agent);
   const uint32_t clock = copy ? copy : t.warp->clocks.seen[agent];
@@ -216,11 +217,13 @@ extern "C" {
 void emulator_allow(uint64_t first, uint64_t bytes, int written) {
   emulator::tensors.push_back({first, first + bytes, written != 0});
 }
+// The next launch of the call has tensors of its own.
+void emulator_end_launch() { emulator::tensors.clear(); }
 // A call has ended. Whether its last launch ends behind all others, so that what comes next may rely on them.
 int emulator_end_call() {
   const auto last = emulator::orders.find(emulator::number);
   const bool ended = last == emulator::orders.end() || emulator::outlive(last->second).empty();
-  emulator::tensors.clear();
+  emulator_end_launch();
   emulator::orders.clear();
   emulator::pages.clear();
   emulator::published.clear();

@@ -26,6 +26,7 @@ bool knows(const Clocks& clocks, const Word& word) { return clocks.seen[word.wri
 }  // namespace
 
 void check_read(Thread& t, Block& block, const Clocks& clocks, uint32_t address, uint32_t bytes, bool by_proxy) {
+  if (options.of_launches) return;
   for (uint32_t w = word_of(address); w <= word_of(address + bytes - 1); ++w) {
     const Word& word = block.words[w];
     if (word.write_clock == 0) continue;
@@ -46,6 +47,7 @@ void note_read(Block& block, const Warp& warp, uint32_t address, uint32_t bytes)
 }
 
 void check_write(Thread& t, Block& block, const Clocks& clocks, uint32_t address, uint32_t bytes) {
+  if (options.of_launches) return;
   const uint32_t count = block.cluster->warp_count;
   for (uint32_t w = word_of(address); w <= word_of(address + bytes - 1); ++w) {
     const Word& word = block.words[w];

@@ -33,15 +33,9 @@ from backward_cases import STRENGTHS, Task, check_forgetting, check_task, make_t
 from backward_cases import Options as Gradients
 from fast_backward_cases import KEPT, random_task, small_betas
 from fast_cases import EDGES, fast_case
-from fast_parity import (
-    Options,
-    check_parity,
-    make_call,
-    random_call,
-    random_case,
-    random_sizes,
-)
+from fast_parity import check_parity
 from helpers import BF16, FP16, FP32, Case, make_inputs
+from parity_calls import Options, make_call, random_call, random_case, random_variant
 from prefill_cases import Call as Prefill
 from prefill_cases import assert_checkpoints, assert_prefilled, begun, checkpoint_of
 from prefill_cases import make_call as make_prefill
@@ -224,7 +218,7 @@ def random_cases(first: int, count: int, small: bool) -> Iterator[tuple[str, Cal
 
 def random_prefill(number: int, small: bool) -> None:
     rng = random.Random(number)
-    case = random_case(rng, small, *random_sizes(number, "all"))
+    case = random_case(number, small, random_variant(number, small))
     call = make_prefill(
         case,
         rng.choice((BF16, FP16)),

@@ -24,15 +24,16 @@ int emulator_parameters(const char* library, uint32_t* out, uint32_t most) {
   return int(kernel->param_count);
 }
 
-// params: kMostParameters bytes, at a multiple of 128. Why it failed, or "".
+// params: kMostParameters bytes, at a multiple of 128. beside: the launch may begin before the previous one has ended.
+// races: 0, or 1 to look for them, or 2 for those between launches alone. Why it failed, or "".
 const char* emulator_launch(const char* library, const char* name, uint32_t blocks, uint32_t threads, uint32_t shared,
-                            const void* params, uint64_t seed, int races) {
+                            const void* params, int beside, uint64_t seed, int races) {
   static std::string error;
   const emulator::Kernel* const kernel = kernel_in(library);
   if (!kernel) return "no kernel in the library";
-  const emulator::Launch what{name, {blocks, 1, 1}, {threads, 1, 1}, 1, shared, params};
+  const emulator::Launch what{name, {blocks, 1, 1}, {threads, 1, 1}, 1, shared, params, beside != 0};
   emulator::Options how;
-  how.seed = seed, how.races = races != 0, how.readers_fence = true;
+  how.seed = seed, how.races = races != 0, how.of_launches = races == 2, how.readers_fence = true;
   error = emulator::run(*kernel, what, how);
   return error.c_str();
 }

@@ -56,6 +56,7 @@ struct Barrier {  // an mbarrier
   uint32_t arrivals = 0, pending = 0;
   int64_t bytes = 0;
   uint64_t phase = 0;
+  uint32_t by = 0, fences = 0;  // the thread that initialised it, and its Thread::barrier_fences then
   Clocks clocks{}, done{};
   std::vector<Thread*> waiting;
   struct Passed {

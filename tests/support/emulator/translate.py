@@ -354,7 +354,7 @@ class _Translation:
         if x.opcode[1:3] == ("proxy", "async"):
             return self._call(x, "fence_proxy_async")
         if x.opcode[1] == "mbarrier_init":
-            return ";"
+            return self._call(x, "fence_mbarrier_init")
         raise Untranslatable(".".join(x.opcode))
 
     def _mapa(self, x: Instruction) -> str:

@@ -235,10 +235,6 @@ def hopper_fwd_kernel(
             i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
             end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
         n_chunks = (n_rows + CHUNK - 1) // CHUNK
-    if PART != "whole" or ORDERED:
-        # Sums of the whole block, as in `segment_of`, pass through memory that tiles take later.
-        fence_async_shared()
-
     # With K above 128, queries and values have a ring of their own, whose full barrier is `ready`.
     Q_STAGES: gl.constexpr = STAGES if BK < 256 else T_STAGES
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -275,6 +271,9 @@ def hopper_fwd_kernel(
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
         mbarrier.init(p_full.index(s), count=1)
+    # TMA arrives at these barriers, and overwrites memory through which sums of the whole block
+    # have passed, as in `segment_of`.
+    fence_async_shared()
 
     fulls = (ready, gates_full, t_full, p_full)
     states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)

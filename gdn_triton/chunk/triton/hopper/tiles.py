@@ -50,6 +50,9 @@ def enter_tile(dealt, turn):
     slot = turn % TILE_STAGES
     mbarrier.wait(tile_known.index(slot), (turn // TILE_STAGES) & 1)
     numbers = tiles_s.index(slot).load(ALL)
+    # An arrival does not wait for loads. This one needs the loaded numbers, of which none is below
+    # -1.
+    slot += (gl.min(numbers, 0) < -1).to(gl.int32)
     mbarrier.arrive(tile_read.index(slot), count=1)
     i_hv, i_n = number_of(numbers, HEAD), number_of(numbers, SEQUENCE)
     block, first_row = number_of(numbers, BLOCK), number_of(numbers, ROW)

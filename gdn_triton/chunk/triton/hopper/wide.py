@@ -215,7 +215,9 @@ def wide_state_role(
         v = v_s.index(t_stage).permute((1, 0)).load(PRODUCT)
         x = read_error(v, x, c, f, o_t, left, IS_VARLEN)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
-        # All of v is in x, so the loader may overwrite the tile of v.
+        # The loader may overwrite the tile of v once all of it is loaded. An arrival does not wait
+        # for loads that precede it. The fence does.
+        fence_async_shared()
         mbarrier.arrive(q_empty.index(t_stage), count=1)
         mbarrier.wait(t_full.index(t_stage), t_phase)
         t = t_s.index(t_stage)

@@ -17,7 +17,7 @@ u, do and dv. q and k have one buffer, and are loaded after the first units of t
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from gdn_triton.chunk.triton.hopper.gradients.common import (
     FACTOR_VECTORS,
@@ -261,6 +261,7 @@ def hopper_gradients_kernel(
     if IS_VARLEN:
         qk_ready = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
         mbarrier.init(qk_ready, count=1)
+    fence_async_shared()  # TMA arrives at these barriers.
 
     # A role takes no None: in its place a pointer that the role does not use.
     p_chunk_rows = g_cumsum

@@ -181,8 +181,6 @@ def hopper_walks_kernel(
                 if pid == gl.num_programs(0) - 1:
                     gdc_wait()
             return
-        # Sums of the whole block pass through memory that tiles take later.
-        fence_async_shared()
     n_chunks = (n_rows + CHUNK - 1) // CHUNK
     first_slot = i_n * NT
     if IS_VARLEN:
@@ -266,6 +264,9 @@ def hopper_walks_kernel(
         mbarrier.init(t_full.index(s), count=1)
         if IS_BACK:
             mbarrier.init(p_full.index(s), count=1)
+    # TMA arrives at these barriers, and overwrites memory through which sums of the whole block
+    # have passed.
+    fence_async_shared()
 
     factors = (vectors, writes, flags, gates_full, empty)
     inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)

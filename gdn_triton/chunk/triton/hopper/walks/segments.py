@@ -17,11 +17,12 @@ from gdn_triton.chunk.triton.hopper.segments import lengths_of, states_at_once
 # of a state, are faster for whole sequences.
 FEWEST_WALKS: Final = 0.12
 
-# Microseconds on an H200: a chunk of whole sequences, by the portable kernels where they are
-# faster, and in blocks of one state, where both walks take at most half of the multiprocessors and
-# where they take more; what every call in segments takes, and a chunk and head of it for each
-# multiprocessor.
+# Microseconds on an H200. A chunk of the longest whole sequence: in the portable kernels; and in
+# blocks of one state, where both walks take at most half of the multiprocessors, and where they
+# take more.
 PORTABLE, FEW_BLOCKS, MANY_BLOCKS = 1.6, 2.3, 3.2
+# Every call in segments; and in addition each chunk of 128 channels of V of a value head, divided
+# by the number of multiprocessors.
 SEGMENTS, CHUNK_IN_SEGMENTS = 180.0, 9.6
 # A cut has to take at most this share of the time of whole sequences.
 WORTH_IT: Final = 0.93
@@ -42,6 +43,7 @@ def choose_segment(multiprocessors: int, problem: Problem) -> int:
     longest, chunks = max(n for n, _ in lengths), sum(n * count for n, count in lengths)
     blocks = p.HV * -(-p.V // 128)
     segment = max(-(-chunks // max(multiprocessors // blocks, 1)), LEAST_SEGMENT)
+    # Two walks of two blocks of 64 channels of V for each state fill the GPU with whole sequences.
     if segment >= longest or 4 * states > multiprocessors:
         return 0
     if states < FEWEST_WALKS * multiprocessors:
