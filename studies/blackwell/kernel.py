@@ -43,7 +43,7 @@ from gdn_triton.chunk.triton.hopper.gates import (
     R_VECTOR,
     STEEP,
     VECTORS,
-    gates_role,
+    gates_walk,
 )
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
@@ -407,13 +407,14 @@ def blackwell_fwd_kernel(
                 ),
             ),
             (
-                gates_role,
+                gates_walk,
                 (
                     (vectors, exponents, flags, gates_full, empty),
                     (g + batch, beta + batch, HV, HV),
                     g,
                     g,
                     (n_chunks, T, T),
+                    (0, 0),
                     scale,
                     DTYPE,
                     RCP_LN2,

@@ -187,30 +187,3 @@ def gates_walk(
         mbarrier.arrive(gates_full.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
-
-
-@gluon.jit
-def gates_role(
-    memory,
-    inputs,
-    p_A_log,
-    p_dt_bias,
-    walk,
-    scale,
-    dtype: gl.constexpr,
-    RCP_LN2: gl.constexpr,
-    FLOOR: gl.constexpr,
-    THRESHOLD: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_DT_BIAS: gl.constexpr,
-    USE_SIGMOID: gl.constexpr,
-    BETA_FACTOR: gl.constexpr,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    gates_walk(
-        *(memory, inputs, p_A_log, p_dt_bias, walk, (zero, zero), scale),
-        *(dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
-        *(HAS_GATE, HAS_DT_BIAS, USE_SIGMOID, BETA_FACTOR),
-    )

@@ -23,12 +23,28 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton.chunk.triton.hopper import places
-from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS
+from gdn_triton.chunk.triton.hopper.gates import EXPONENTS, FLAGS, VECTORS, gates_walk
+from gdn_triton.chunk.triton.hopper.loader import loader_walk
 from gdn_triton.chunk.triton.hopper.names import CHUNK
-from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS
-from gdn_triton.chunk.triton.hopper.roles import run_roles, run_tiles
-from gdn_triton.chunk.triton.hopper.tiles import tile_barriers
-from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE
+from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_walk
+from gdn_triton.chunk.triton.hopper.roles import run_roles, run_wide_roles
+from gdn_triton.chunk.triton.hopper.state import state_walk
+from gdn_triton.chunk.triton.hopper.tiles import (
+    gates_tiles,
+    loader_tiles,
+    norm_tiles,
+    state_tiles,
+    tile_barriers,
+    triangles_tiles,
+)
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_walk
+from gdn_triton.chunk.triton.hopper.wide import (
+    keys_role,
+    pairs_role,
+    queries_barriers,
+    queries_role,
+    wide_state_role,
+)
 
 
 @gluon.jit(
@@ -259,7 +275,6 @@ def hopper_fwd_kernel(
     # have passed, as in `segment_of`.
     fence_async_shared()
 
-    # A role takes no None: in its place a pointer that the role does not use.
     fulls = (ready, gates_full, t_full, p_full)
     states = (k_s, q_s, v_s, t_s, p_s, o_s, vectors, exponents, flags, empty)
     inverses = (k_s, t_s, vectors, flags, tile_full, ready, gates_full, t_full, empty)
@@ -269,67 +284,61 @@ def hopper_fwd_kernel(
     factors = (vectors, exponents, flags, gates_full, empty)
     if DEALT:
         dealt = tile_barriers(STATES, NORM)
-        run_tiles(
-            *(states, fulls, inverses, scratch, tiles, norms, factors, dealt),
-            *((q_desc, k_desc, v_desc, h0_desc), o_desc, order_s),
-            taken if taken is not None else g,
-            cu_seqlens if IS_VARLEN else g,
+        run_roles(
             (
-                o,
-                h0 if h0 is not None else o,
-                ht if ht is not None else o,
+                state_tiles,
+                (
+                    states,
+                    fulls,
+                    dealt,
+                    o_desc,
+                    T,
+                    (o, h0, ht),
+                    (read_slots, write_slots, has_state),
+                    (checkpoints, checkpoint_slots, every, M),
+                    (stride_ob, stride_ot, stride_oh),
+                    (stride_h0n, stride_h0h, stride_h0k, stride_h0v),
+                    (stride_htn, stride_hth, stride_htk, stride_htv),
+                    (stride_cn, stride_ch, stride_ck, stride_cv),
+                ),
+                (dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
+                (LAST_SKIPPED, IS_VARLEN, LOADED, LINES),
             ),
             (
-                read_slots if read_slots is not None else g,
-                write_slots if write_slots is not None else g,
-                has_state if has_state is not None else g,
+                triangles_tiles,
+                (inverses, scratch, dealt),
+                (dtype, BK, STAGES, T_STAGES),
+                (IS_VARLEN, NORM, EPS, LOADED),
             ),
             (
-                checkpoints if checkpoints is not None else o,
-                checkpoint_slots if checkpoint_slots is not None else g,
-                every,
-                M,
-                stride_cn,
-                stride_ch,
-                stride_ck,
-                stride_cv,
+                gates_tiles,
+                (
+                    factors,
+                    dealt,
+                    scale,
+                    (g, beta, A_log, dt_bias),
+                    (stride_gb, stride_gt, stride_gh, stride_betab, stride_betat, stride_betah),
+                ),
+                (dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
+                (USE_SIGMOID, BETA_FACTOR, IS_VARLEN, LOADED),
             ),
-            (stride_ob, stride_ot, stride_oh),
             (
-                stride_h0n,
-                stride_h0h,
-                stride_h0k,
-                stride_h0v,
-                stride_htn,
-                stride_hth,
-                stride_htk,
-                stride_htv,
+                loader_tiles,
+                (
+                    tiles,
+                    dealt,
+                    order_s,
+                    pid,
+                    gl.num_programs(0),
+                    (taken, cu_seqlens, read_slots),
+                    (T, N, HV, HV // H),
+                    (q_desc, k_desc, v_desc, h0_desc),
+                ),
+                (dtype, BK, COLUMNS, BLOCKS, STAGES),
+                (ORDERED, LAST_SKIPPED, IS_VARLEN, LOADED),
             ),
-            (T, N, HV),
-            (g, beta),
-            A_log if A_log is not None else g,
-            dt_bias if dt_bias is not None else g,
-            (stride_gb, stride_gt, stride_gh, stride_betab, stride_betat, stride_betah),
-            *(scale, pid, gl.num_programs(0), HV // H),
-            *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES, BLOCKS),
-            *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
-            *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED),
-            HAS_H0=h0 is not None,
-            STORE_HT=ht is not None,
-            HAS_GATE=A_log is not None,
-            HAS_DT_BIAS=dt_bias is not None,
-            USE_SIGMOID=USE_SIGMOID,
-            HAS_STOPS=checkpoints is not None,
-            HAS_STOP_SLOTS=checkpoint_slots is not None,
-            HAS_SLOTS=read_slots is not None,
-            HAS_WRITE_SLOTS=write_slots is not None,
-            HAS_FLAGS=has_state is not None,
-            COUNTED=taken is not None,
-            ORDERED=ORDERED,
-            LOADED=LOADED,
-            LINES=LINES,
-            IS_VARLEN=IS_VARLEN,
-            NORM=NORM,
+            (norm_tiles, (norms, dealt), (dtype, BK, STAGES), (NORM, EPS)),
+            *(STATES, STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
         )
     else:
         batch, head = i_b.to(gl.int64), i_hv.to(gl.int64)
@@ -337,6 +346,7 @@ def hopper_fwd_kernel(
         p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
         p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
         p_o = o + batch * stride_ob + head * stride_oh + first_v
+        # None is in no tuple with a name: in its place a pointer that the role does not use.
         p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
         p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
         p_next = o
@@ -364,50 +374,77 @@ def hopper_fwd_kernel(
         walk = (n_chunks, n_rows, n_rest)
         strides = (stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv)
         heads = (i_b, first_row, i_h, i_hv, first_v)
-        place = (
-            i_b,
-            first_row,
-            i_hv,
-            first_v,
-            first_out,
-            end_in,
-            end_out,
-            of_keys,
-            end_next,
-            rest_row,
-        )
+        columns = (first_v, first_out, end_in, end_out, of_keys, end_next)
+        place = (i_b, first_row, i_hv) + columns + (rest_row,)
         ends = (p_o, p_h0, p_ht, p_next, p_end, p_marks)
-        stops = (
-            p_stops,
-            p_stop_slots,
-            first_stop,
-            tokens,
-            every,
-            M,
-            stride_cn,
-            stride_ck,
-            stride_cv,
-        )
-        run_roles(
-            *(states, fulls, inverses, scratch, tiles, norms, factors),
-            *((q_desc, k_desc, v_desc), o_desc, heads, place, walk),
-            *(ends, stops, strides, gate_inputs, p_A_log, p_dt_bias, scale),
-            *(dtype, K, V, BK, BV, STATES, STAGES, T_STAGES),
-            *(STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
-            *(RCP_LN2, FLOOR, THRESHOLD, BETA_FACTOR, EPS, LAST_SKIPPED, PART),
-            OUTPUT=OUTPUT,
-            HAS_H0=h0 is not None,
-            STORE_HT=ht is not None or not OUTPUT,
-            HAS_GATE=A_log is not None,
-            HAS_DT_BIAS=dt_bias is not None,
-            USE_SIGMOID=USE_SIGMOID,
-            HAS_STOPS=checkpoints is not None and OUTPUT,
-            HAS_STOP_SLOTS=checkpoint_slots is not None,
-            ZERO_ROWS=(IS_VARLEN or read_slots is not None) and not IN_SEGMENTS,
-            WINDOWS=WINDOWS,
-            IS_VARLEN=IS_VARLEN,
-            NORM=NORM,
-        )
+        stops = (p_stops, p_stop_slots, first_stop, tokens, every, M)
+        stops = stops + (stride_cn, stride_ck, stride_cv)
+        HAS_H0: gl.constexpr = h0 is not None
+        STORE_HT: gl.constexpr = ht is not None or not OUTPUT
+        HAS_GATE: gl.constexpr = A_log is not None
+        HAS_DT_BIAS: gl.constexpr = dt_bias is not None
+        HAS_STOPS: gl.constexpr = checkpoints is not None and OUTPUT
+        HAS_STOP_SLOTS: gl.constexpr = checkpoint_slots is not None
+        ZERO_ROWS: gl.constexpr = (IS_VARLEN or read_slots is not None) and not IN_SEGMENTS
+        if BK == 256:
+            q_empty = queries_barriers()
+            run_wide_roles(
+                (
+                    wide_state_role,
+                    (states, fulls, tile_full, q_empty, o_desc, ends, stops, strides, place, walk),
+                    (dtype, K, V, BK, BV, STAGES, T_STAGES, HAS_H0),
+                    (STORE_HT, HAS_STOPS, HAS_STOP_SLOTS, LAST_SKIPPED, ZERO_ROWS, IS_VARLEN),
+                ),
+                (
+                    pairs_role,
+                    (states, fulls, tile_full, q_empty, walk),
+                    (dtype, BK, STAGES),
+                    (IS_VARLEN,),
+                ),
+                (
+                    gates_walk,
+                    (factors, gate_inputs, p_A_log, p_dt_bias, walk, (0, 0), scale),
+                    (dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
+                    (HAS_GATE, HAS_DT_BIAS, USE_SIGMOID, BETA_FACTOR),
+                ),
+                (keys_role, (k_s, tile_full, empty, k_desc, heads, walk), (dtype, BK, STAGES), ()),
+                (
+                    queries_role,
+                    (q_s, v_s, ready, q_empty, q_desc, v_desc, heads, walk),
+                    (dtype, BK, BV),
+                    (),
+                ),
+                *(TRIANGLES_REGISTERS, SINGLE),
+            )
+        else:
+            run_roles(
+                (
+                    state_walk,
+                    (states, fulls, o_desc, ends, stops, strides, place, walk, (0, 0, 0, 0, 0)),
+                    (dtype, K, V, BK, BV, STATES, STAGES, T_STAGES, PART, WINDOWS, HAS_H0),
+                    (STORE_HT, HAS_STOPS, HAS_STOP_SLOTS, LAST_SKIPPED, ZERO_ROWS, IS_VARLEN),
+                ),
+                (
+                    triangles_walk,
+                    (inverses, scratch, walk, (0, 0, 0, 0)),
+                    (dtype, BK, STAGES, T_STAGES),
+                    (IS_VARLEN, True, NORM, EPS),
+                ),
+                (
+                    gates_walk,
+                    (factors, gate_inputs, p_A_log, p_dt_bias, walk, (0, 0), scale),
+                    (dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
+                    (HAS_GATE, HAS_DT_BIAS, USE_SIGMOID, BETA_FACTOR),
+                ),
+                (
+                    loader_walk,
+                    (tiles, (q_desc, k_desc, v_desc), heads, walk, (0, 0)),
+                    (dtype, BK, COLUMNS, STAGES),
+                    (OUTPUT,),
+                ),
+                (norm_walk, (norms, walk, (0, 0)), (dtype, BK, STAGES), (NORM, EPS)),
+                *(STATES, STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE),
+            )
         if PART == "first":  # The next kernel waits for this one alone, not for that of the maps.
             if pid == gl.num_programs(0) - 1:
                 gdc_wait()

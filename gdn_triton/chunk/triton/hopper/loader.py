@@ -40,23 +40,3 @@ def loader_walk(
         load_tile(v_desc, [i_b, row, i_hv, first_v], full, v)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
-
-
-@gluon.jit
-def loader_role(
-    memory,
-    descs,
-    place,
-    walk,
-    dtype: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    STAGES: gl.constexpr,
-    OUTPUT: gl.constexpr,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    loader_walk(
-        *(memory, descs, place, walk, (zero, zero)),
-        *(dtype, BK, BV, STAGES, OUTPUT),
-    )

@@ -9,6 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # The number of tokens of a chunk.
 CHUNK = gl.constexpr(64)
+# The layouts of a product [64, 64] of four warps, of its left operand in registers, and of a vector
+# along its columns; and of a vector of which every thread of four warps holds four elements.
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
+TOKEN = gl.constexpr(gl.SliceLayout(0, PRODUCT))
+ONE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

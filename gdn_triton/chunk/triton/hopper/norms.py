@@ -86,10 +86,10 @@ def norm_walk(
     ring,
     dtype: gl.constexpr,
     BK: gl.constexpr,
-    NUMBER: gl.constexpr,
     STAGES: gl.constexpr,
     NORM: gl.constexpr,
     EPS: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     q_s, tile_full, ready = memory
     n_chunks, n_rows, _ = walk
@@ -119,19 +119,3 @@ def norm_walk(
             mbarrier.arrive(ready.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
     return stage, phase
-
-
-@gluon.jit
-def norm_role(
-    memory,
-    walk,
-    dtype: gl.constexpr,
-    BK: gl.constexpr,
-    NUMBER: gl.constexpr,
-    STAGES: gl.constexpr,
-    NORM: gl.constexpr,
-    EPS: gl.constexpr,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    norm_walk(memory, walk, (zero, zero), dtype, BK, NUMBER, STAGES, NORM, EPS)

@@ -35,6 +35,10 @@ from gdn_triton.chunk.triton.hopper.gates import (
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
     COPIES,
+    ONE,
+    OPERAND,
+    PRODUCT,
+    TOKEN,
     advance,
     halves,
     here,
@@ -107,16 +111,16 @@ def differ(a, b, limit: gl.constexpr):
 
 
 @gluon.jit
-def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
-    """P' [64, 64] in fp32, not masked. The accumulator is overwritten."""
+def scores(q, k, accumulator, vectors, base, steep, ROW_VECTOR: gl.constexpr, layout: gl.constexpr):
+    """P' [64, 64] in fp32, not masked. The accumulator is overwritten. ROW_VECTOR: the exponents of
+    the rows."""
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
-    EXPONENT: gl.constexpr = D_VECTOR if q.dtype == gl.float16 else SCORE_VECTOR
     if steep > 0:
         # Masked before the power, as it may overflow above the diagonal.
-        score = vectors.index(base + EXPONENT).load(o_r.type.layout) * opaque(steep)
+        score = vectors.index(base + ROW_VECTOR).load(o_r.type.layout) * opaque(steep)
         d = vectors.index(base + D_VECTOR).load(o_c.type.layout)
         lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
         P = P * power(gl.where(lower, score[:, None] - d[None, :], 0.0))
@@ -131,33 +135,53 @@ def decayed(S, decay):
 
 
 @gluon.jit
-def store_output(
-    o_desc,
-    p_o,
-    o_tile,
+def operand_of(Sb, enter, OPERAND: gl.constexpr):
+    """The rounded state as an operand. In bfloat16 it enters the chunk's frame here; in float16 the
+    state has entered it before."""
+    if Sb.dtype != gl.float16:
+        if enter != 1.0:
+            Sb = Sb * opaque(enter).to(Sb.dtype)
+    return gl.convert_layout(Sb, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def start_copy(desc, tile, place, COLUMNS: gl.constexpr):
+    """Starts the copy of a tile [64, COLUMNS] to memory."""
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    i_b, row, i_hv, first_v = place
+    fence_async_shared()
+    block = viewed(tile, tile.dtype, [1, CHUNK, 1, COLUMNS], ROWS)
+    store_tile(desc, [i_b, row, i_hv, first_v], block)
+
+
+@gluon.jit
+def store_values(
+    desc,
+    p,
+    tile,
     place,
     left,
-    stride_ot,
+    stride_t,
     V: gl.constexpr,
     BV: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    COPIES_FOLLOW: gl.constexpr = False,
 ):
-    """Stores o of a chunk from shared memory: the whole tile, or the rows that are ``left`` of a
-    sequence. place: the tile's batch entry, first row, head and first column."""
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    i_b, row, i_hv, first_v = place
+    """Stores values of a chunk, such as o, from shared memory: the whole tile, or the rows that are
+    ``left`` of a sequence. place: the tile's batch entry, first row, head and first column.
+    COPIES_FOLLOW: later code counts the copies that have not ended, so where no copy starts, the
+    function waits for the earlier ones."""
     if IS_VARLEN:
         if left < CHUNK:
-            p_row = p_o + row.to(gl.int64) * stride_ot
-            store_rows(p_row, o_tile, here(stride_ot), left, V - first_v, BV)
+            _, row, _, first_v = place
+            p_row = p + row.to(gl.int64) * stride_t
+            store_rows(p_row, tile, here(stride_t), left, V - first_v, BV)
+            if COPIES_FOLLOW:
+                tma.store_wait(0)
         else:
-            fence_async_shared()
-            block = viewed(o_tile, o_tile.dtype, [1, CHUNK, 1, BV], ROWS)
-            store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+            start_copy(desc, tile, place, BV)
     else:
-        fence_async_shared()
-        block = viewed(o_tile, o_tile.dtype, [1, CHUNK, 1, BV], ROWS)
-        store_tile(o_desc, [i_b, row, i_hv, first_v], block)
+        start_copy(desc, tile, place, BV)
 
 
 @gluon.jit
@@ -178,6 +202,17 @@ def slot_of_stop(
         slot = gl.load(p_stop_slots + row, mask=row < M, other=LAST_SKIPPED).to(gl.int64)
         stop_end = gl.where(slot > LAST_SKIPPED, V, 0)
     return slot, stop_end
+
+
+@gluon.jit
+def read_error(v, x, c, f, o_t, left, IS_VARLEN: gl.constexpr):
+    """x' = C v - F (k S') of a chunk (gates.py), from k S' in x."""
+    x = v.to(gl.float32) * c[None, :] - x * f[None, :]
+    if IS_VARLEN:
+        if left < CHUNK:
+            # Rows past the end belong to another sequence and may be NaN.
+            x = gl.where((o_t < left)[None, :], x, 0.0)
+    return x
 
 
 @gluon.jit
@@ -207,19 +242,19 @@ def state_walk(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
     PART: gl.constexpr,
     WINDOWS: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    STORE_HT: gl.constexpr,
     HAS_STOPS: gl.constexpr,
     HAS_STOP_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
     ZERO_ROWS: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
     LINES: gl.constexpr = False,
     start=None,
     LOADED: gl.constexpr = False,
@@ -235,13 +270,8 @@ def state_walk(
     p_o += NUMBER * BV
     p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv = stops
     n_chunks, n_rows, n_rest = walk
-    WARPS: gl.constexpr = gl.num_warps()
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     o_t = gl.arange(0, CHUNK, TOKEN)
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, PRODUCT))
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
@@ -250,6 +280,7 @@ def state_walk(
     inside = (o_v < end_in)[:, None] & (o_k < K)[None, :]
 
     IS_HALF: gl.constexpr = dtype == gl.float16
+    ROW_VECTOR: gl.constexpr = D_VECTOR if IS_HALF else SCORE_VECTOR
     # Every sequence begins in the frame TOP (gates.py): 2^TOP, and its inverse.
     UP: gl.constexpr = 16.0 if IS_HALF else 16777216.0
     DOWN: gl.constexpr = 0.0625 if IS_HALF else 5.9604644775390625e-08
@@ -287,8 +318,7 @@ def state_walk(
         end = scalar_of(numbers, END)
         if IS_HALF:
             # Before S is rounded, because float16 may not hold S in the old frame.
-            if enter != 1.0:
-                S = S * opaque(enter)
+            S = decayed(S, enter)
         mbarrier.wait(tile_full.index(stage), phase)
         if IS_VARLEN:
             # T is written after the rows of k past the end have been set to zero (triangles.py).
@@ -307,7 +337,8 @@ def state_walk(
                 # With the number 0, which the assembler does not know to be 0. It would else take
                 # the addresses of q from this branch in chunks without it, too (docs/tried.md).
                 this = stage + (here(n_rows) < 0).to(gl.int32)
-                x = scores(q_s.index(this), k_s.index(this), x, vectors, base, steep, PRODUCT)
+                q_here, k_here = q_s.index(this), k_s.index(this)
+                x = scores(q_here, k_here, x, vectors, base, steep, ROW_VECTOR, PRODUCT)
                 o_row = o_r + here(i * 0)
                 P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
                 P = narrow_scores(rounded(P, dtype), exponents, this, steep)
@@ -318,11 +349,7 @@ def state_walk(
             # Of the last chunk's o. The compiler places a barrier of the warps after this wait, so
             # o_tile needs none, nor the products that follow the branch.
             tma.store_wait(0)
-        Sb = S.to(dtype)
-        if not IS_HALF:
-            if enter != 1.0:
-                Sb = Sb * opaque(enter).to(dtype)
-        Sb = gl.convert_layout(Sb, OPERAND, assert_trivial=True)
+        Sb = operand_of(S.to(dtype), enter, OPERAND)
         x = warpgroup_mma(Sb, k.permute((1, 0)), x, use_acc=False, is_async=True)
         if OUTPUT and not COPIES:
             S = decayed(S, decay)
@@ -336,11 +363,7 @@ def state_walk(
         if not OUTPUT:
             # Before this wait, the assembler would insert another one for S (C7517).
             S = decayed(S, decay)
-        x = v.to(gl.float32) * c[None, :] - x * f[None, :]
-        if IS_VARLEN:
-            if left < CHUNK:
-                # Rows past the end belong to another sequence and may be NaN.
-                x = gl.where((o_t < left)[None, :], x, 0.0)
+        x = read_error(v, x, c, f, o_t, left, IS_VARLEN)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
         mbarrier.wait(t_full.index(t_stage), t_phase)
         t = t_s.index(t_stage)
@@ -354,11 +377,7 @@ def state_walk(
             is_steep = scalar_of(flags.index(stage).load(ONE), STEEP)
         if OUTPUT:
             if COPIES:
-                Sb = rounded(S, dtype, AGAIN=True)
-                if not IS_HALF:
-                    if enter != 1.0:
-                        Sb = Sb * opaque(enter).to(dtype)
-                Sb = gl.convert_layout(Sb, OPERAND, assert_trivial=True)
+                Sb = operand_of(rounded(S, dtype, AGAIN=True), enter, OPERAND)
             o = warpgroup_mma(Sb, q.permute((1, 0)), x, use_acc=False, is_async=True)
             if IS_HALF:
                 o = warpgroup_mma_wait(0, deps=[o])
@@ -384,7 +403,7 @@ def state_walk(
             o_tile.permute((1, 0)).store((x * r[None, :]).to(dtype))
             row = first_row + i * CHUNK
             o_place = (i_b, row, i_hv, first_v)
-            store_output(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
+            store_values(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
         S = warpgroup_mma_wait(0, deps=[S])
         if HAS_STOPS:
             tokens += CHUNK
@@ -430,42 +449,3 @@ def state_walk(
             if differs > 0:
                 gl.store(p_end + offsets, S, mask=inside)
     return stage, phase, t_stage, t_phase, done + n_chunks
-
-
-@gluon.jit
-def state_role(
-    memory,
-    fulls,
-    o_desc,
-    ends,
-    stops,
-    strides,
-    place,
-    walk,
-    dtype: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr,
-    BV: gl.constexpr,
-    NUMBER: gl.constexpr,
-    STATES: gl.constexpr,
-    STAGES: gl.constexpr,
-    T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
-    PART: gl.constexpr,
-    WINDOWS: gl.constexpr,
-    HAS_STOPS: gl.constexpr,
-    HAS_STOP_SLOTS: gl.constexpr,
-    LAST_SKIPPED: gl.constexpr,
-    ZERO_ROWS: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    state_walk(
-        *(memory, fulls, o_desc, ends, stops, strides, place, walk, (zero, zero, zero, zero, zero)),
-        *(dtype, K, V, BK, BV, NUMBER, STATES, STAGES, T_STAGES),
-        *(HAS_H0, STORE_HT, PART, WINDOWS, HAS_STOPS, HAS_STOP_SLOTS),
-        *(LAST_SKIPPED, ZERO_ROWS, IS_VARLEN),
-    )

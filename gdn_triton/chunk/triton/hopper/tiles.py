@@ -65,18 +65,17 @@ def announce_tile(
     turn,
     tile,
     order_s,
-    cu_seqlens,
-    read_slots,
+    tables,
     sizes,
     BLOCKS: gl.constexpr,
     ORDERED: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
 ):
     """Announces a tile by its number in the call, and returns its numbers."""
     tiles_s, tile_known, tile_read = dealt
-    T, N, HV = sizes
+    T, N, HV, _ = sizes
+    _, cu_seqlens, read_slots = tables
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ALL: gl.constexpr = gl.BlockedLayout([NUMBERS], [32], [1], [0])
     block = tile % BLOCKS
@@ -95,7 +94,7 @@ def announce_tile(
     n_rest = i_n * 0
     if IS_VARLEN:
         n_rest = gl.where(i_n == N - 1, T - end, 0)
-    if HAS_SLOTS:
+    if read_slots is not None:
         kept = (gl.load(read_slots + i_n) > LAST_SKIPPED).to(gl.int32)
         n_rest += n_rows * (1 - kept)
         n_rows *= kept
@@ -114,36 +113,33 @@ def announce_tile(
 def loader_tiles(
     memory,
     dealt,
-    descs,
     order_s,
-    taken,
-    cu_seqlens,
-    read_slots,
-    sizes,
     pid,
     blocks,
-    G,
+    tables,
+    sizes,
+    descs,
     dtype: gl.constexpr,
     BK: gl.constexpr,
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
-    COUNTED: gl.constexpr,
+    IS_VARLEN: gl.constexpr,
     LOADED: gl.constexpr,
 ):
-    """G: the value heads of a key head."""
+    """sizes: T, N, HV and the number of value heads of a key head."""
     k_s, q_s, _, tile_full, empty = memory
+    taken, _, _ = tables
+    _, _, _, G = sizes
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     zero = gl.to_tensor(0)
     stage, phase, turn = zero, zero, zero
     tile = pid
     i_hv, i_n, block, first_row, n_rows = announce_tile(
-        *(dealt, turn, tile, order_s, cu_seqlens, read_slots, sizes),
-        *(BLOCKS, ORDERED, IS_VARLEN, HAS_SLOTS, LAST_SKIPPED),
+        *(dealt, turn, tile, order_s, tables, sizes),
+        *(BLOCKS, ORDERED, LAST_SKIPPED, IS_VARLEN),
     )
     while i_hv >= 0:
         i_b = i_n
@@ -167,13 +163,13 @@ def loader_tiles(
             *(dtype, BK, COLUMNS, STAGES, True),
         )
         turn += 1
-        if COUNTED:
+        if taken is not None:
             tile = blocks + gl.atomic_add(taken, 1, sem="relaxed")
         else:
             tile += blocks
         i_hv, i_n, block, first_row, n_rows = announce_tile(
-            *(dealt, turn, tile, order_s, cu_seqlens, read_slots, sizes),
-            *(BLOCKS, ORDERED, IS_VARLEN, HAS_SLOTS, LAST_SKIPPED),
+            *(dealt, turn, tile, order_s, tables, sizes),
+            *(BLOCKS, ORDERED, LAST_SKIPPED, IS_VARLEN),
         )
 
 
@@ -181,25 +177,21 @@ def loader_tiles(
 def gates_tiles(
     memory,
     dealt,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    strides,
     scale,
+    inputs,
+    strides,
     dtype: gl.constexpr,
     RCP_LN2: gl.constexpr,
     FLOOR: gl.constexpr,
     THRESHOLD: gl.constexpr,
     STAGES: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_DT_BIAS: gl.constexpr,
     USE_SIGMOID: gl.constexpr,
     BETA_FACTOR: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     LOADED: gl.constexpr,
 ):
     _, _, _, gates_full, empty = memory
+    g, beta, A_log, dt_bias = inputs
     stride_gb, stride_gt, stride_gh, stride_betab, stride_betat, stride_betah = strides
     zero = gl.to_tensor(0)
     stage, phase, turn = zero, zero, zero
@@ -211,19 +203,19 @@ def gates_tiles(
         if not IS_VARLEN:
             p_g += i_n.to(gl.int64) * stride_gb
             p_beta += i_n.to(gl.int64) * stride_betab
-        p_A_log = A_log + i_hv if HAS_GATE else A_log
-        p_dt_bias = dt_bias + i_hv if HAS_DT_BIAS else dt_bias
+        p_A_log = A_log + i_hv if A_log is not None else g
+        p_dt_bias = dt_bias + i_hv if dt_bias is not None else g
         walk = ((n_rows + CHUNK - 1) // CHUNK, n_rows, n_rows)
-        inputs = (p_g, p_beta, stride_gt, stride_betat)
+        own = (p_g, p_beta, stride_gt, stride_betat)
         if LOADED:
             for _ in gl.static_range(2):
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 mbarrier.arrive(gates_full.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         stage, phase = gates_walk(
-            *(memory, inputs, p_A_log, p_dt_bias, walk, (stage, phase), scale),
+            *(memory, own, p_A_log, p_dt_bias, walk, (stage, phase), scale),
             *(dtype, RCP_LN2, FLOOR, THRESHOLD, STAGES),
-            *(HAS_GATE, HAS_DT_BIAS, USE_SIGMOID, BETA_FACTOR),
+            *(A_log is not None, dt_bias is not None, USE_SIGMOID, BETA_FACTOR),
         )
         turn += 1
         i_hv, i_n, _, first_row, n_rows, _ = enter_tile(dealt, turn)
@@ -271,10 +263,10 @@ def norm_tiles(
     dealt,
     dtype: gl.constexpr,
     BK: gl.constexpr,
-    NUMBER: gl.constexpr,
     STAGES: gl.constexpr,
     NORM: gl.constexpr,
     EPS: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     if NORM:
         zero = gl.to_tensor(0)
@@ -283,7 +275,7 @@ def norm_tiles(
         while i_hv >= 0:
             walk = ((n_rows + CHUNK - 1) // CHUNK, n_rows, n_rows)
             stage, phase = norm_walk(
-                *(memory, walk, (stage, phase), dtype, BK, NUMBER, STAGES, NORM, EPS)
+                *(memory, walk, (stage, phase), dtype, BK, STAGES, NORM, EPS, NUMBER)
             )
             turn += 1
             i_hv, _, _, _, n_rows, _ = enter_tile(dealt, turn)
@@ -295,41 +287,37 @@ def state_tiles(
     fulls,
     dealt,
     o_desc,
+    T,
     states,
     slots,
     checkpoints,
-    strides,
-    state_strides,
-    sizes,
+    o_strides,
+    h0_strides,
+    ht_strides,
+    stop_strides,
     dtype: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
-    HAS_STOPS: gl.constexpr,
-    HAS_STOP_SLOTS: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
-    HAS_WRITE_SLOTS: gl.constexpr,
-    HAS_FLAGS: gl.constexpr,
     LAST_SKIPPED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
     LOADED: gl.constexpr,
     LINES: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     k_s, q_s, _, _, _, _, _, _, _, empty = memory
     tile_full, gates_full, _, _ = fulls
     o, h0, ht = states
     read_slots, write_slots, has_state = slots
-    stop_states, stop_slots, every, M, stride_cn, stride_ch, stride_ck, stride_cv = checkpoints
-    stride_ob, stride_ot, stride_oh = strides
-    h0n, h0h, h0k, h0v, htn, hth, htk, htv = state_strides
-    T, _, _ = sizes
+    stop_states, stop_slots, every, M = checkpoints
+    stride_ob, stride_ot, stride_oh = o_strides
+    stride_cn, stride_ch, stride_ck, stride_cv = stop_strides
+    stride_h0n, stride_h0h, stride_h0k, stride_h0v = h0_strides
+    stride_htn, stride_hth, stride_htk, stride_htv = ht_strides
     zero = gl.to_tensor(0)
     stage, phase, t_stage, t_phase, done, turn = zero, zero, zero, zero, zero, zero
     i_hv, i_n, block, first_row, n_rows, n_rest = enter_tile(dealt, turn)
@@ -340,25 +328,25 @@ def state_tiles(
         first_v = block * (STATES * BV)
         end_in, end_out = i_n * 0 + V, i_n * 0 + V
         i_h0, i_ht = i_n.to(gl.int64), i_n.to(gl.int64)
-        if HAS_SLOTS:
+        if read_slots is not None:
             i_h0 = gl.load(read_slots + i_n).to(gl.int64)
             kept = (i_h0 > LAST_SKIPPED).to(gl.int32)
             end_in *= kept
             end_out *= kept
-            if HAS_FLAGS:
+            if has_state is not None:
                 end_in *= gl.load(has_state + i_n).to(gl.int32)
-        if HAS_WRITE_SLOTS:
+        if write_slots is not None:
             i_ht = gl.load(write_slots + i_n, mask=end_out > 0, other=LAST_SKIPPED).to(gl.int64)
             end_out *= (i_ht > LAST_SKIPPED).to(gl.int32)
         batch, head = i_b.to(gl.int64), i_hv.to(gl.int64)
         p_o = o + batch * stride_ob + head * stride_oh + first_v
-        p_h0 = h0 + i_h0 * h0n + head * h0h if HAS_H0 else o
-        p_ht = ht + i_ht * htn + head * hth if STORE_HT else o
-        p_stops, p_stop_slots, first_stop = o, stop_slots, i_h0
-        if HAS_STOPS:
+        p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
+        p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
+        p_stops, p_stop_slots, first_stop = o, o, i_h0
+        if stop_states is not None:
             p_stops = stop_states + head * stride_ch
             first_stop = (batch * T + first_row) // every
-            if HAS_STOP_SLOTS:
+            if stop_slots is not None:
                 p_stop_slots = stop_slots + i_n.to(gl.int64) * M
         nothing = first_row * 0
         start = nothing
@@ -396,11 +384,11 @@ def state_tiles(
         walk = ((n_rows + CHUNK - 1) // CHUNK, n_rows, n_rest)
         stage, phase, t_stage, t_phase, done = state_walk(
             *(memory, fulls, o_desc, ends, stops),
-            *((stride_ot, h0k, h0v, htk, htv), place, walk),
+            *((stride_ot, stride_h0k, stride_h0v, stride_htk, stride_htv), place, walk),
             *((stage, phase, t_stage, t_phase, done), dtype, K, V, BK, BV),
-            *(NUMBER, STATES, STAGES, T_STAGES, HAS_H0, STORE_HT, "whole", False),
-            *(HAS_STOPS, HAS_STOP_SLOTS, LAST_SKIPPED, IS_VARLEN or HAS_SLOTS, IS_VARLEN),
-            *(LINES, start, LOADED),
+            *(STATES, STAGES, T_STAGES, "whole", False, h0 is not None, ht is not None),
+            *(stop_states is not None, stop_slots is not None, LAST_SKIPPED),
+            *(IS_VARLEN or read_slots is not None, IS_VARLEN, NUMBER, LINES, start, LOADED),
         )
         turn += 1
         i_hv, i_n, block, first_row, n_rows, n_rest = enter_tile(dealt, turn)

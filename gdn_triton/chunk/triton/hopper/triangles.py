@@ -28,6 +28,9 @@ from gdn_triton.chunk.triton.hopper.gates import (
 )
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
+    ONE,
+    PRODUCT,
+    TOKEN,
     advance,
     either,
     masked,
@@ -52,6 +55,11 @@ BLOCKED_TILE = gl.constexpr(
         ]
     )
 )
+
+
+# The layouts of products [64, 32] and [64, 16].
+HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
 
 @gluon.jit
@@ -160,12 +168,12 @@ def columns_of(tile, column: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def side_by_side(a, b, c, d, layout: gl.constexpr):
+def side_by_side(a, b, c, d):
     """Returns a matrix [64, 64] of four with 16 columns each. Before a store the compiler waits for
     earlier stores to the same tile, also to other columns, so one store takes fewer barriers."""
     x = gl.join(gl.join(a, c), gl.join(b, d))
     x = gl.reshape(gl.permute(x, (0, 2, 3, 1)), [CHUNK, CHUNK])
-    return gl.convert_layout(x, layout, assert_trivial=True)
+    return gl.convert_layout(x, PRODUCT, assert_trivial=True)
 
 
 @gluon.jit
@@ -196,15 +204,18 @@ def with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NA
 
 
 @gluon.jit
+def places_in_quarter():
+    """The rows [64, 1] and columns [1, 16] of a matrix [64, 16], and the blocks of 16 rows."""
+    x_r = gl.arange(0, CHUNK, gl.SliceLayout(1, QUARTER))[:, None]
+    x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
+    return x_r, x_c, x_r // 16 + x_c * 0
+
+
+@gluon.jit
 def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
     """Blocks of (I + A')^-1, which take the rows of a matrix [64, 16]: those of 16 x 16 on the
     diagonal, those below the first and the third of them, and, negated and not waited for, the two
-    halves of what is below the first block of 32. x_r, x_c, block: the rows [64, 1] and columns
-    [1, 16] of such a matrix, and their blocks of 16 rows."""
-    # The layouts of products [64, 64], [64, 32] and [64, 16].
-    FULL: gl.constexpr = Ah.type.layout
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    halves of what is below the first block of 32. x_r, x_c, block: `places_in_quarter`."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, QUARTER, 2)
     half_zero = gl.zeros([CHUNK, 32], gl.float32, HALF)
     quarter_zero = gl.zeros([CHUNK, 16], gl.float32, QUARTER)
@@ -216,7 +227,7 @@ def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
     Dh = D.to(gl.float16)
     D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
     D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
-    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    x_s.store(side_by_side(D0, D1, D2, D3))
     fence_async_shared()
     Y = quarter_zero
     for b in gl.static_range(4):
@@ -241,7 +252,7 @@ def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
     Dh = D.to(gl.float16)
     D0, D1 = own_blocks(Dh, block, 0), own_blocks(Dh, block, 1)
     D2, D3 = own_blocks(Dh, block, 2), own_blocks(Dh, block, 3)
-    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    x_s.store(side_by_side(D0, D1, D2, D3))
     fence_async_shared()
     Y = quarter_zero
     for b in gl.static_range(0, 4, 2):
@@ -265,7 +276,7 @@ def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
     Lh = L.to(gl.float16)
     D0 = either(D0, own_blocks(Lh, block, 1))
     D2 = either(D2, own_blocks(Lh, block, 3))
-    x_s.store(side_by_side(D0, D1, D2, D3, FULL))
+    x_s.store(side_by_side(D0, D1, D2, D3))
     fence_async_shared()
     Y = warpgroup_mma(
         columns_of(x_s, 32, 32),
@@ -283,14 +294,14 @@ def blocks_of_inverse(Ah, a_s, x_s, blocks_s, x_r, x_c, block):
 
 
 @gluon.jit
-def triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype: gl.constexpr, FULL: gl.constexpr):
+def triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype: gl.constexpr):
     """T of these blocks."""
     D = gl.where(x_r % 16 > x_c, D, 0.0)
     T0 = gl.where(block == 0, D, gl.where(block == 1, L, -Z0))
     T1 = gl.where(block == 1, D, -Z1)
     T2 = gl.where(block == 2, D, gl.where(block == 3, L, 0.0))
     T3 = gl.where(block == 3, D, 0.0)
-    return side_by_side(T0.to(dtype), T1.to(dtype), T2.to(dtype), T3.to(dtype), FULL)
+    return side_by_side(T0.to(dtype), T1.to(dtype), T2.to(dtype), T3.to(dtype))
 
 
 @gluon.jit
@@ -318,17 +329,11 @@ def triangles_walk(
         a_s, x_s, blocks_s = scratch
         exponents = vectors
     n_chunks, n_rows, _ = walk
-    FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, FULL)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, FULL)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     o_r = gl.arange(0, CHUNK, ROW)
-    o_c = gl.arange(0, CHUNK, COLUMN)[None, :]
-    x_r = gl.arange(0, CHUNK, gl.SliceLayout(1, QUARTER))[:, None]
-    x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
-    block = x_r // 16 + x_c * 0
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
+    o_c = gl.arange(0, CHUNK, TOKEN)[None, :]
+    x_r, x_c, block = places_in_quarter()
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, PRODUCT)
 
     stage, phase, t_stage, done = ring
     last = gl.to_tensor(0)
@@ -374,7 +379,7 @@ def triangles_walk(
         past_phase = (gl.maximum(past, 0) // STAGES) & 1
         mbarrier.wait(empty.index(past_stage), past_phase, pred=past >= 0)
         t = t_s.index(t_stage)
-        t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype, FULL))
+        t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype))
         fence_async_shared()
         mbarrier.arrive(t_full.index(t_stage), count=1)
         t_stage = (t_stage + 1) % T_STAGES
@@ -382,25 +387,3 @@ def triangles_walk(
     if SEVERAL:
         async_copy.mbarrier_arrive(empty.index(last), increment_count=False)
     return stage, phase, t_stage, done + n_chunks
-
-
-@gluon.jit
-def triangles_role(
-    memory,
-    scratch,
-    walk,
-    dtype: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    T_STAGES: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_NARROW: gl.constexpr = False,
-    NORM: gl.constexpr = False,
-    EPS: gl.constexpr = 0.0,
-):
-    """The role of a block with one walk."""
-    zero = gl.to_tensor(0)
-    triangles_walk(
-        *(memory, scratch, walk, (zero, zero, zero, zero)),
-        *(dtype, BK, STAGES, T_STAGES, IS_VARLEN, HAS_NARROW, NORM, EPS),
-    )

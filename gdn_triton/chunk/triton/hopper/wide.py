@@ -32,6 +32,10 @@ from gdn_triton.chunk.triton.hopper.gates import (
 )
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
+    ONE,
+    OPERAND,
+    PRODUCT,
+    TOKEN,
     advance,
     halves,
     here,
@@ -45,21 +49,32 @@ from gdn_triton.chunk.triton.hopper.names import (
 from gdn_triton.chunk.triton.hopper.state import (
     decayed,
     narrow_scores,
+    read_error,
     scores,
     slot_of_stop,
-    store_output,
+    store_values,
     zero_rows,
 )
 from gdn_triton.chunk.triton.hopper.triangles import (
     BLOCKED_TILE,
     blocks_of_inverse,
     clear_rows,
+    places_in_quarter,
     triangle_of,
     with_gates,
 )
 
 # Columns of the state that are rounded at once.
 PIECE = gl.constexpr(32)
+
+
+@gluon.jit
+def queries_barriers():
+    """The barriers that say that the two buffers of queries and values are empty."""
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(q_empty.index(s), count=2)
+    return q_empty
 
 
 @gluon.jit
@@ -138,14 +153,9 @@ def wide_state_role(
     p_o, p_h0, p_ht, _, _, _ = ends
     p_stops, p_stop_slots, first_stop, tokens, every, M, stride_cn, stride_ck, stride_cv = stops
     n_chunks, n_rows, n_rest = walk
-    WARPS: gl.constexpr = gl.num_warps()
     # With the 128 registers of a thread at launch, the assembler refuses products of 256 columns.
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 16])
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     o_t = gl.arange(0, CHUNK, TOKEN)
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
@@ -203,11 +213,7 @@ def wide_state_role(
         c = vectors.index(base + C_VECTOR).load(TOKEN)
         f = vectors.index(base + F_VECTOR).load(TOKEN)
         v = v_s.index(t_stage).permute((1, 0)).load(PRODUCT)
-        x = v.to(gl.float32) * c[None, :] - x * f[None, :]
-        if IS_VARLEN:
-            if left < CHUNK:
-                # Rows past the end belong to another sequence and may be NaN.
-                x = gl.where((o_t < left)[None, :], x, 0.0)
+        x = read_error(v, x, c, f, o_t, left, IS_VARLEN)
         xb = gl.convert_layout(x.to(dtype), OPERAND, assert_trivial=True)
         # The loader may overwrite the tile of v once all of it is loaded. An arrival does not wait
         # for loads that precede it. The fence does.
@@ -234,7 +240,7 @@ def wide_state_role(
         tma.store_wait(0)
         o_tile.permute((1, 0)).store((o * r[None, :]).to(dtype))
         o_place = (i_b, first_row + i * CHUNK, i_hv, first_v)
-        store_output(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
+        store_values(o_desc, p_o, o_tile, o_place, left, stride_ot, V, BV, IS_VARLEN)
         S = warpgroup_mma_wait(0, deps=[S])
         if HAS_STOPS:
             tokens += CHUNK
@@ -266,25 +272,21 @@ def pairs_role(
     walk,
     dtype: gl.constexpr,
     BK: gl.constexpr,
-    NUMBER: gl.constexpr,
     STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     """T and P' of every second chunk. The inverse is made where T will be, and A' is stored where
     P' will be."""
     k_s, q_s, _, t_s, p_s, _, vectors, exponents, flags, empty = memory
     q_full, gates_full, t_full, p_full = fulls
     n_chunks, n_rows, _ = walk
-    FULL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, FULL)
+    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    ROW_VECTOR: gl.constexpr = D_VECTOR if dtype == gl.float16 else SCORE_VECTOR
     o_r = gl.arange(0, CHUNK, ROW)
-    o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, FULL))
-    x_r = gl.arange(0, CHUNK, gl.SliceLayout(1, QUARTER))[:, None]
-    x_c = gl.arange(0, 16, gl.SliceLayout(0, QUARTER))[None, :]
-    block = x_r // 16 + x_c * 0
+    o_c = gl.arange(0, CHUNK, TOKEN)
+    x_r, x_c, block = places_in_quarter()
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     # t_stage is always NUMBER where it is used. The compiler does not know this, and computes
@@ -304,7 +306,7 @@ def pairs_role(
             if IS_VARLEN:
                 if left < CHUNK:
                     clear_rows(k, left, BK)
-            zero = gl.zeros([CHUNK, CHUNK], gl.float32, FULL)
+            zero = gl.zeros([CHUNK, CHUNK], gl.float32, PRODUCT)
             A = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
             steep = scalar_of(flags.index(stage).load(ONE), STEEP)
             beta = vectors.index(base + BETA_VECTOR).load(ROW)
@@ -325,12 +327,12 @@ def pairs_role(
             diagonal = viewed(t, gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
             D, L, Z0, Z1 = blocks_of_inverse(Ah, products, inverse, diagonal, x_r, x_c, block)
             Z0, Z1 = warpgroup_mma_wait(0, deps=[Z0, Z1])
-            t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype, FULL))
+            t.store(triangle_of(D, L, Z0, Z1, x_r, x_c, block, dtype))
             fence_async_shared()
             mbarrier.arrive(t_full.index(t_stage), count=1)
 
             mbarrier.wait(q_full.index(t_stage), t_phase)
-            P = scores(q_s.index(t_stage), k, zero, vectors, base, steep, FULL)
+            P = scores(q_s.index(t_stage), k, zero, vectors, base, steep, ROW_VECTOR, PRODUCT)
             mbarrier.arrive(q_empty.index(t_stage), count=1)
             P = gl.where(row >= o_c[None, :], P, 0.0)
             p.store(narrow_scores(rounded(P, dtype), exponents, stage, steep))

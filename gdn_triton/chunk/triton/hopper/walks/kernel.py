@@ -15,13 +15,18 @@ of the identity, for which columns of v beyond V are zeros; their walks store th
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gdn_triton.chunk.triton.hopper.gates import FLAGS, VECTORS
 from gdn_triton.chunk.triton.hopper.names import CHUNK
 from gdn_triton.chunk.triton.hopper.places import sequence_of
-from gdn_triton.chunk.triton.hopper.walks.back import back_block
-from gdn_triton.chunk.triton.hopper.walks.forward import forward_block
+from gdn_triton.chunk.triton.hopper.roles import run_roles
+from gdn_triton.chunk.triton.hopper.triangles import BLOCKED_TILE, triangles_walk
+from gdn_triton.chunk.triton.hopper.walks.gates import gates_role
+from gdn_triton.chunk.triton.hopper.walks.loaders import back_loader_role, forward_loader_role
 from gdn_triton.chunk.triton.hopper.walks.places import any_differs, segment_at, windows_of
+from gdn_triton.chunk.triton.hopper.walks.state import back_role, forward_role
 
 
 @gluon.jit(
@@ -216,73 +221,93 @@ def hopper_walks_kernel(
 
     walk = (n_chunks, n_rows, n_rest)
     heads = (i_b, first_row, i_h, i_hv, first_v)
+    place = (i_b, first_row, i_hv, first_v, first_slot)
     gates = (p_g, p_beta, stride_gt, stride_betat)
-    back_sources = (q_desc, k_desc, do_desc)
-    back_outputs = (dx_desc, dh_desc)
-    back_ends = (dx + first_value, p_dht, p_dh0, end_out)
-    back_strides = (stride_t, stride_dhtk, stride_dhtv, stride_dh0k, stride_dh0v)
-    sources = (k_desc, v_desc)
-    outputs = (u_desc, h_desc)
-    ends = (u + first_value, p_h0, p_map, stride_map, first_out, end_out, identity)
-    strides = (stride_t, stride_h0k, stride_h0v)
+
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = k_desc.dtype
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BK], TILE)
     if IS_BACK:
-        back_block(
-            back_sources,
-            back_outputs,
-            gates,
-            back_ends,
-            back_strides,
-            heads,
-            first_slot,
-            check,
-            walk,
-            scale,
-            K,
-            V,
-            BK,
-            BV,
-            STATES,
-            STAGES,
-            Q_STAGES,
-            T_STAGES,
-            STATE_REGISTERS,
-            TRIANGLES_REGISTERS,
-            SINGLE_REGISTERS,
-            HAS_DHT,
-            STORE_DH0,
-            STORE_DV,
-            LEAST_BETA,
-            OUTPUT,
-            CHECKED,
-            IS_VARLEN,
-        )
+        q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, BK], TILE)
+        do_s = gl.allocate_shared_memory(dtype, [Q_STAGES, CHUNK, COLUMNS], TILE)
+        p_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], TILE)
     else:
-        forward_block(
-            sources,
-            outputs,
-            gates,
-            ends,
-            strides,
-            heads,
-            first_slot,
-            check,
-            walk,
-            scale,
-            K,
-            V,
-            BK,
-            BV,
-            STATES,
-            STAGES,
-            T_STAGES,
-            STATE_REGISTERS,
-            TRIANGLES_REGISTERS,
-            SINGLE_REGISTERS,
-            HAS_H0,
-            OUTPUT,
-            CHECKED,
-            IS_VARLEN,
-        )
+        v_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], TILE)
+    # The values and the state of a chunk that go to memory: dx and dh, or u and h.
+    values_s = gl.allocate_shared_memory(dtype, [STATES, CHUNK, BV], TILE)
+    states_s = gl.allocate_shared_memory(dtype, [STATES, BK, BV], TILE)
+    t_s = gl.allocate_shared_memory(dtype, [T_STAGES, CHUNK, CHUNK], TILE)
+    a_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], TILE)
+    x_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], TILE)
+    blocks_s = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], BLOCKED_TILE)
+    vectors = gl.allocate_shared_memory(gl.float32, [STAGES * VECTORS, CHUNK], FLAT)
+    writes = gl.allocate_shared_memory(gl.float32, [STAGES, CHUNK], FLAT)
+    flags = gl.allocate_shared_memory(gl.float32, [STAGES, FLAGS], FLAT)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
+    if IS_BACK:
+        q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES + 1, 1], BARRIER)
+        p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
+    gates_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(gates_full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=STATES)
+    for s in gl.static_range(STAGES + 1):
+        mbarrier.init(k_full.index(s), count=1)
+    if IS_BACK:
+        for s in gl.static_range(Q_STAGES + 1):
+            mbarrier.init(q_full.index(s), count=1)
+    for s in gl.static_range(T_STAGES):
+        mbarrier.init(t_full.index(s), count=1)
+        if IS_BACK:
+            mbarrier.init(p_full.index(s), count=1)
+    # TMA arrives at these barriers, and overwrites memory through which sums of the whole block
+    # have passed.
+    fence_async_shared()
+
+    factors = (vectors, writes, flags, gates_full, empty)
+    inverses = (k_s, t_s, vectors, flags, k_full, k_full, gates_full, t_full, empty)
+    scratch = (a_s, x_s, blocks_s)
+    if IS_BACK:
+        memory = (q_s, k_s, do_s, t_s, p_s, values_s, states_s, vectors, writes, flags, empty)
+        fulls = (k_full, q_full, gates_full, t_full, p_full)
+        tiles = (q_s, k_s, do_s, k_full, q_full, empty)
+        sources, outputs = (q_desc, k_desc, do_desc), (dx_desc, dh_desc)
+        ends = (dx + first_value, p_dht, p_dh0, end_out)
+        strides = (stride_t, stride_dhtk, stride_dhtv, stride_dh0k, stride_dh0v)
+    else:
+        memory = (k_s, v_s, t_s, values_s, states_s, vectors, flags, empty)
+        fulls = (k_full, gates_full, t_full)
+        tiles = (k_s, v_s, k_full, empty)
+        sources, outputs = (k_desc, v_desc), (u_desc, h_desc)
+        ends = (u + first_value, p_h0, p_map, stride_map, first_out, end_out, identity)
+        strides = (stride_t, stride_h0k, stride_h0v)
+    run_roles(
+        (
+            back_role if IS_BACK else forward_role,
+            (memory, fulls, outputs, ends, strides, place, check, walk),
+            (dtype, K, V, BK, BV, STATES, STAGES, T_STAGES, OUTPUT, CHECKED, IS_VARLEN),
+            (Q_STAGES, HAS_DHT, STORE_DH0) if IS_BACK else (HAS_H0,),
+        ),
+        (
+            triangles_walk,
+            (inverses, scratch, walk, (0, 0, 0, 0)),
+            (dtype, BK, STAGES, T_STAGES),
+            (False,),
+        ),
+        (gates_role, (factors, gates, walk, scale), (STAGES,), (IS_BACK, STORE_DV, LEAST_BETA)),
+        (
+            back_loader_role if IS_BACK else forward_loader_role,
+            (tiles, sources, heads, walk),
+            (dtype, BK, COLUMNS, STAGES, IS_VARLEN),
+            (Q_STAGES,) if IS_BACK else (),
+        ),
+        None,
+        *(STATES, STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE_REGISTERS),
+    )
     if FOLLOWS:  # The kernel after this one waits for this one alone.
         if pid == gl.num_programs(0) - 1:
             gdc_wait()

@@ -42,8 +42,8 @@ def back_loader_role(
     BK: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):
     q_s, k_s, do_s, k_full, q_full, empty = memory
     q_desc, k_desc, do_desc = descs

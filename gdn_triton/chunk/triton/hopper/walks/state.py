@@ -18,16 +18,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gdn_triton.chunk.triton.hopper.gates import D_VECTOR, STEEP, VECTORS
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
+    ONE,
+    OPERAND,
+    PRODUCT,
+    TOKEN,
     advance,
     here,
-    opaque,
-    power,
     rounded,
     scalar_of,
     store_tile,
     viewed,
 )
-from gdn_triton.chunk.triton.hopper.state import SAME_START, differ, store_rows
+from gdn_triton.chunk.triton.hopper.state import SAME_START, differ, scores, store_values
 from gdn_triton.chunk.triton.hopper.walks.gates import (
     FIRST_VECTOR,
     LAST,
@@ -35,43 +37,6 @@ from gdn_triton.chunk.triton.hopper.walks.gates import (
     SECOND_VECTOR,
     TO_END_VECTOR,
 )
-
-
-@gluon.jit
-def store_values(desc, at, rows, tile, left, n_columns, BV: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Starts the copy of a tile [64, BV] to the rows of a chunk. Where the sequence ends in the
-    chunk, and another may follow, it stores the first rows."""
-    i_b, row, i_hv, first_v = at
-    p, stride_t = rows
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    block = viewed(tile, tile.dtype, [1, CHUNK, 1, BV], ROWS)
-    if IS_VARLEN:
-        if left < CHUNK:
-            p_row = p + row.to(gl.int64) * stride_t
-            store_rows(p_row, tile, here(stride_t), left, n_columns, BV)
-            tma.store_wait(0)
-        else:
-            fence_async_shared()
-            store_tile(desc, [i_b, row, i_hv, first_v], block)
-    else:
-        fence_async_shared()
-        store_tile(desc, [i_b, row, i_hv, first_v], block)
-
-
-@gluon.jit
-def scores(q, k, accumulator, vectors, base, steep, layout: gl.constexpr):
-    """P' [64, 64] in fp32, not masked. The accumulator is overwritten."""
-    o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    o_c = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    P = warpgroup_mma(q, k.permute((1, 0)), accumulator, use_acc=False, is_async=True)
-    P = warpgroup_mma_wait(0, deps=[P])
-    if steep > 0:
-        # Masked before the power, as it may overflow above the diagonal.
-        d_row = vectors.index(base + D_VECTOR).load(o_r.type.layout) * opaque(steep)
-        d_column = vectors.index(base + D_VECTOR).load(o_c.type.layout)
-        lower = (o_r + here(base * 0))[:, None] >= o_c[None, :]
-        P = P * power(gl.where(lower, d_row[:, None] - d_column[None, :], 0.0))
-    return P
 
 
 @gluon.jit
@@ -102,16 +67,16 @@ def back_role(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
-    HAS_DHT: gl.constexpr,
-    STORE_DH0: gl.constexpr,
     OUTPUT: gl.constexpr,
     CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    STORE_DH0: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     q_s, k_s, do_s, t_s, p_s, dx_s, dh_s, vectors, writes, flags, empty = memory
     k_full, q_full, gates_full, t_full, p_full = fulls
@@ -122,13 +87,8 @@ def back_role(
     n_chunks, n_rows, _ = walk
     first_v += NUMBER * BV
     p_dx += NUMBER * BV
-    WARPS: gl.constexpr = gl.num_warps()
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     o_t = gl.arange(0, CHUNK, TOKEN)
     o_r = gl.arange(0, CHUNK, gl.SliceLayout(1, PRODUCT))
@@ -173,7 +133,8 @@ def back_role(
             # addresses of q from this branch in chunks without it, too (docs/tried.md).
             zero = (here(n_rows) < 0).to(gl.int32)
             q_here = q_s.index(q_stage + zero)
-            x = scores(q_here, k_s.index(stage + zero), x, vectors, base, steep, PRODUCT)
+            k_here = k_s.index(stage + zero)
+            x = scores(q_here, k_here, x, vectors, base, steep, D_VECTOR, PRODUCT)
             o_row = o_r + here(i * 0)
             P = gl.where(o_row[:, None] >= o_t[None, :], x, 0.0)
             p_s.index(t_stage).store(rounded(P, dtype))
@@ -220,7 +181,7 @@ def back_role(
             tma.store_wait(1)
             dx_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
             at = (i_b, row, i_hv, first_v)
-            store_values(dx_desc, at, (p_dx, stride_dxt), dx_tile, left, V - first_v, BV, IS_VARLEN)
+            store_values(*(dx_desc, p_dx, dx_tile, at, left, stride_dxt, V, BV, IS_VARLEN, True))
         dh = warpgroup_mma_wait(0, deps=[dh])
         mbarrier.arrive(empty.index(stage), count=1)
         row -= CHUNK
@@ -253,14 +214,14 @@ def forward_role(
     V: gl.constexpr,
     BK: gl.constexpr,
     BV: gl.constexpr,
-    NUMBER: gl.constexpr,
     STATES: gl.constexpr,
     STAGES: gl.constexpr,
     T_STAGES: gl.constexpr,
-    HAS_H0: gl.constexpr,
     OUTPUT: gl.constexpr,
     CHECKED: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    NUMBER: gl.constexpr,
 ):
     k_s, v_s, t_s, u_s, h_s, vectors, flags, empty = memory
     k_full, gates_full, t_full = fulls
@@ -271,13 +232,8 @@ def forward_role(
     n_chunks, n_rows, _ = walk
     first_v += NUMBER * BV
     p_u += NUMBER * BV
-    WARPS: gl.constexpr = gl.num_warps()
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BK, 16])
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     UPDATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    ONE: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     o_v = first_v + gl.arange(0, BV, gl.SliceLayout(1, STATE))
     o_k = gl.arange(0, BK, gl.SliceLayout(0, STATE))
@@ -334,7 +290,7 @@ def forward_role(
             u_tile.permute((1, 0)).store((x * factor[None, :]).to(dtype))
             at = (i_b, first_row + i * CHUNK, i_hv, first_v)
             left = n_rows - i * CHUNK
-            store_values(u_desc, at, (p_u, stride_ut), u_tile, left, V - first_v, BV, IS_VARLEN)
+            store_values(*(u_desc, p_u, u_tile, at, left, stride_ut, V, BV, IS_VARLEN, True))
         h = warpgroup_mma_wait(0, deps=[h])
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
