@@ -19,7 +19,7 @@ from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounde
 from emulator.gluon import emulated
 from gluon_emulated import gluon_case, problem_of
 from gluon_walks import WRITES as WALKS_WRITES
-from gluon_walks import folded, table_of
+from gluon_walks import table_of
 from helpers import BF16, Case, assert_within_budget
 from narrow import Arithmetic
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from gdn_triton._triton import tiles
 from gdn_triton.chunk.problem import Inputs
 from gdn_triton.chunk.triton import backward
+from gdn_triton.chunk.triton.fused import segments as fused
 from gdn_triton.chunk.triton.hopper.gradients import launch as gradients
 from gdn_triton.chunk.triton.hopper.walks import launch as walks
 from gdn_triton.constants import L2NORM_EPS
@@ -61,7 +62,7 @@ def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
         mock.patch.object(gradients, "gpu_of", lambda _: GPU),
         mock.patch.object(backward, "make_chunks", table_of),
         mock.patch.object(walks, "make_chunks", table_of),
-        mock.patch.object(walks, "fold_maps", folded),
+        mock.patch.object(fused, "gpu_of", lambda _: GPU),
         mock.patch.object(backward, "l2norm_with_factors", normalized),
         emulated(WRITES, seed=seed, races=True),
     ):
