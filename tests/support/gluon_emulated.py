@@ -246,6 +246,8 @@ FORWARD = [
         0,
     ),
     (gluon_case("keys", T=330, HV=1, K=256, V=64), "steep", launch.WIDE, FP16, 0),
+    # Maps of more chunks than their rings have stages.
+    (gluon_case("maps", T=830, HV=1), "none", launch.TWO, BF16, 6),
 ]
 
 
