@@ -12,6 +12,7 @@ from packaging.version import Version
 from target_code import (
     loads_in_flight,
     local_memory_around,
+    overwritten_operands,
     stale_uniform_registers,
     unwritten_uniform_registers,
 )
@@ -179,3 +180,34 @@ def test_a_load_of_the_last_iteration_is_found() -> None:
     """It is in flight at an arrival that stands before it."""
     loop = encoded((ARRIVE, 7, 0), ("LDSM.16.M88.4 R4, [R3]", 0, 0), ("@P0 BRA `(.L_x_1)", 7, 0))
     assert loads_in_flight(f".L_x_1:\n{loop}") == [f"0000 {ARRIVE}"]
+
+
+PRODUCTS = """
+        /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R56, R12, gdesc[UR4], R56, gsb0 ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0040*/                   {} ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   {} ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("MOV R15, R3", True),
+        ("LDS.128 R12, [R2]", True),
+        ("IMAD.WIDE R14, R2, R3, R4", True),
+        ("SHFL.BFLY PT, R12, R2, 0x1, 0x1f", True),
+        ("LDSM.16.M88.4 R9, [R2]", True),  # to R12
+        ("MOV R11, R3", False),  # of the group that has ended
+        ("STS [R12], R12", False),
+        ("ISETP.NE.AND P0, PT, R12, RZ, PT", False),
+        ("MOV R16, R12", False),
+    ],
+)
+def test_overwritten_operands_are_found(text: str, is_found: bool) -> None:
+    """After the first wait the product at 0020 is in flight, and after the second one none."""
+    found = overwritten_operands(PRODUCTS.format(text, text))
+    assert found == ([f"0040 {text}"] if is_found else [])

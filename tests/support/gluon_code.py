@@ -33,6 +33,7 @@ from target_code import (
     disassembled,
     loads_in_flight,
     local_memory_around,
+    overwritten_operands,
     stack_and_registers,
     stale_uniform_registers,
     unwritten_uniform_registers,
@@ -197,6 +198,11 @@ def more_with_copies() -> int:
     return MORE_WITH_COPIES if COPIES.value else 0
 
 
+def wrong_registers(sass: str) -> list[str]:
+    overwritten = (f"{text}, which a product still reads" for text in overwritten_operands(sass))
+    return [*unwritten_uniform_registers(sass), *overwritten]
+
+
 def in_flight(sass: str, allowed: int) -> list[str]:
     """All arrivals during loads, if there are more than are allowed."""
     found = [f"{text}, while a load is in flight" for text in loads_in_flight(sass)]
@@ -241,7 +247,7 @@ def judge_gradients() -> list[str]:
         count = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,}\*/", sass))
         line = f"gradients {case.name:6} norm {norm:1} shared {shared:7} stack {stack:4}"
         print(f"{line} instructions {count:5} registers {registers:3}", flush=True)
-        found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+        found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
         # The places in the rings change in chunks that have rows, and in no others. Only a move or
         # a product that reads such a register reads an address.
         stale = stale_uniform_registers(sass)
@@ -273,7 +279,7 @@ def judge_walks() -> list[str]:
             local = local_memory_around(sass, UPDATE) if case.K > 64 else 0
             line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
             print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
-            found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
             found += [*stale_uniform_registers(sass), *in_flight(sass, 0)]
             if shared > SHARED_MEMORY:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
@@ -296,7 +302,7 @@ def main() -> int:
             form = "pool" if call.pool else f"segments {call.segments}"
             line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
             print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)
-            found = [*advisories(kernel.asm["ptx"]), *unwritten_uniform_registers(sass)]
+            found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
             if call.shape.K > 128 and more_with_copies():
                 found = [text for text in found if not text.startswith(ONE_MORE_WAIT)]
             found += stale_uniform_registers(sass)

@@ -259,6 +259,57 @@ def loads_in_flight(sass: str) -> list[str]:
     return [found[at] for at in sorted(found)]
 
 
+def registers_from(part: str, count: int) -> set[int]:
+    """The numbers of so many registers from the one that an operand names; of another operand
+    none."""
+    found = re.fullmatch(r"R(\d+)(\.reuse)?", part)
+    return set(range(int(found[1]), int(found[1]) + count)) if found else set()
+
+
+def written_registers(name: str, parts: list[str]) -> set[int]:
+    """The registers that an instruction other than a matrix product writes."""
+    wide = re.search(r"\.(64|128|WIDE)\b", name)
+    count = {"64": 2, "128": 4, "WIDE": 2}[wide[1]] if wide else 1
+    if name.startswith("LDSM"):
+        count = int(name[-1]) if name[-1] in "24" else 1
+    if name.startswith("CS2R"):
+        count = 1 if name.endswith(".32") else 2
+    # A predicate may stand before the register that is written.
+    after_predicate = name.startswith(("SHFL", "LOP3")) and re.match(r"U?P[0-7T]$", parts[0])
+    return registers_from(parts[1] if after_predicate else parts[0], count)
+
+
+def overwritten_operands(sass: str) -> list[str]:
+    """The instructions of a Hopper kernel that write a register which a matrix product in flight
+    may still read as its left operand, in the order of the text. ptxas before 13.3 makes such code
+    of some kernels (docs/tried.md).
+
+    A group of products ends with the one that names gsb0, and a wait leaves at most so many groups
+    in flight."""
+    flow = _Flow(sass)
+    found: dict[int, str] = {}
+    # By instruction: the operands of each group in flight, and of products without a group.
+    reached: list[set[tuple[frozenset[int], ...]]] = [{(frozenset(),)} for _ in flow.code]
+    todo = [(at, (frozenset[int](),)) for at in range(len(flow.code))]
+    while todo:
+        at, groups = todo.pop()
+        address, name, parts, _ = flow.code[at]
+        if name.startswith("HGMMA."):
+            groups = (*groups[:-1], groups[-1] | registers_from(parts[1], 4))
+            if "gsb0" in parts:
+                groups = (*groups, frozenset())
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            ended = len(groups) - 1 - int(parts[-1], 16)
+            groups = groups[max(ended, 0) :]
+        elif parts and written_registers(name, parts) & frozenset().union(*groups):
+            found[at] = f"{address} {name} {', '.join(parts)}"
+        for after in flow.next[at]:
+            if groups not in reached[after]:
+                reached[after].add(groups)
+                todo.append((after, groups))
+    return [found[at] for at in sorted(found)]
+
+
 def local_memory_around(sass: str, product: str) -> int:
     """Reads and writes of local memory in the innermost loop around a matrix product of a Hopper
     kernel. Where several loops have products of this name, as those of roles have, the most."""
