@@ -196,6 +196,8 @@ class _Translation:
         to, where = x.operands
         targets = self.vector(to) if count > 1 else [to]
         at, size = self.address(where), f"sizeof({kind})"
+        if space == "param" and re.match(r"\[%r\d", where):  # the place of a parameter (`_mov`)
+            at = f"params + {at}"
         lines = [] if space == "param" else [f"t.site = {x.line};"]
         if len(targets) > 1:  # the address may be one of the targets
             lines.insert(0, f"const auto at = {at};")
@@ -371,7 +373,7 @@ class _Translation:
 
     def _cp(self, x: Instruction) -> str:
         kind = ".".join(x.opcode)
-        if kind == "cp.async.cg.shared.global":
+        if kind in ("cp.async.cg.shared.global", "cp.async.ca.shared.global"):
             to, source, size, *read = x.operands
             sizes = self.value(size), self.value(read[0] if read else size)
             return self._call(x, "copy_async", self.address(to), self.address(source), *sizes)
