@@ -272,6 +272,7 @@ inline uint32_t cvt_rzi_s32_f32(uint32_t a) {
 }
 inline uint32_t cvt_f32_f16(uint16_t a) { return bits(from_half(a)); }
 inline uint32_t cvt_f32_bf16(uint16_t a) { return bits(from_bf16(a)); }
+inline float tf32(uint32_t x) { return f(x & ~0x1fffu); }  // of an operand, whose lower bits products ignore
 inline uint32_t cvt_rna_tf32_f32(uint32_t a) { return (a + 0x1000) & ~0x1fffu; }  // of finite numbers
 inline uint16_t cvt_rn_f16_f32(uint32_t a) { return to_half(f(a)); }
 inline uint16_t cvt_rn_bf16_f32(uint32_t a) { return to_bf16(f(a)); }
@@ -383,7 +384,8 @@ uint32_t redux_max_s32(Thread& t, uint32_t x, uint32_t mask);
 uint32_t redux_add_s32(Thread& t, uint32_t x, uint32_t mask);
 void load_matrices(Thread& t, uint32_t address, uint32_t* out, int count, bool transposed);
 void store_matrices(Thread& t, uint32_t address, const uint32_t* x, int count, bool transposed);
-void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, bool half);
+enum class Format { k_bf16, k_f16, k_tf32 };  // of the operands of a product
+void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, Format format);
 
 void named_barrier(Thread& t, uint32_t id, uint32_t threads, bool waits);  // threads 0: all of the block
 void cluster_arrive(Thread& t);
@@ -416,7 +418,6 @@ void bulk_wait_read(Thread& t, uint32_t groups);
 
 // ---- WGMMA -----------------------------------------------------------------------------------------------------
 
-enum class Format { k_bf16, k_f16, k_tf32 };
 struct Product {
   int n;
   Format format;  // of the operands: 16 along k, or 8 tf32

@@ -4,9 +4,6 @@
 namespace emulator {
 namespace {
 
-// The hardware ignores the lower bits.
-float tf32(uint32_t x) { return f(x & ~0x1fffu); }
-
 // The address of element (line, column) of an operand with the swizzle of 128 bytes; a line is a row of A or a column of
 // B, and columns are along k.
 struct Operand {

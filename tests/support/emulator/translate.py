@@ -323,7 +323,7 @@ class _Translation:
     def _mma(self, x: Instruction) -> str:
         kind = ".".join(x.opcode)
         found = re.fullmatch(
-            r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16)\.\2\.f32", kind
+            r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16|tf32)\.\2\.f32", kind
         )
         if not found:
             raise Untranslatable(kind)
@@ -333,8 +333,7 @@ class _Translation:
             for name, y in zip("abc", (a, b, c), strict=True)
         )
         out = " ".join(f"{self.value(name)} = x[{i}];" for i, name in enumerate(to))
-        half = "true" if found[2] == "f16" else "false"
-        call = self._call(x, "mma", "x", "a", "b", "c", found[1], half)
+        call = self._call(x, "mma", "x", "a", "b", "c", found[1], f"Format::k_{found[2]}")
         return f"{{ uint32_t x[4]; {' '.join(arrays)} {call} {out} }}"
 
     # ------------------------------------------------------------------ barriers, copies, WGMMA

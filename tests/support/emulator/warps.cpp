@@ -35,7 +35,7 @@ struct MmaArguments {
   uint32_t* out;
   const uint32_t *a, *b, *c;
   int k;
-  bool half;
+  Format format;
 };
 void shuffle_lanes(Meeting& m) {
   for (uint32_t i = 0; i < 32; ++i) {
@@ -98,9 +98,15 @@ void mma_lanes(Meeting& m) {
   float a[16][16] = {}, b[16][8] = {};
   for (int lane = 0; lane < 32; ++lane) {
     const auto& x = *static_cast<MmaArguments*>(m.of[lane]);
+    if (x.format == Format::k_tf32) {
+      for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = tf32(x.a[i]);
+      for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = tf32(x.b[i]);
+      continue;
+    }
+    const bool half = x.format == Format::k_f16;
     for (int i = 0; i < k / 2; ++i)
-      a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] = part(x.a, i, x.half);
-    for (int i = 0; i < k / 4; ++i) b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = part(x.b, i, x.half);
+      a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] = part(x.a, i, half);
+    for (int i = 0; i < k / 4; ++i) b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] = part(x.b, i, half);
   }
   for (int lane = 0; lane < 32; ++lane) {
     const auto& x = *static_cast<MmaArguments*>(m.of[lane]);
@@ -332,8 +338,8 @@ void store_matrices(Thread& t, uint32_t address, const uint32_t* x, int count, b
   MatrixArguments arguments{address, nullptr, x, count, transposed};
   meet(t, Kind::kStore, ~0u, &arguments);
 }
-void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, bool half) {
-  MmaArguments arguments{out, a, b, c, k, half};
+void mma(Thread& t, uint32_t* out, const uint32_t* a, const uint32_t* b, const uint32_t* c, int k, Format format) {
+  MmaArguments arguments{out, a, b, c, k, format};
   meet(t, Kind::kMma, ~0u, &arguments);
 }
 
