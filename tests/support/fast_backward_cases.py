@@ -136,9 +136,9 @@ def check_replays(task: Task, lengths: tuple[int, ...]) -> None:
 
 
 class Variant(NamedTuple):
-    """What the kernels of a random task are compiled for. lengths: the number of sequences.
-    rows: the rows of all sequences and of none, or None. The heads of beta are outside if it is not
-    None: their stride is the number of rows, and a kernel is compiled for it."""
+    """What the kernels of a random task are compiled for. sequences: their number. rows: the number
+    of rows of q, which the stride of beta's heads equals, so that kernels are compiled for it; or
+    None, where the lengths decide the number of rows, and beta is contiguous."""
 
     sizes: dict[str, int]
     sequences: int

@@ -346,7 +346,7 @@ def hopper_fwd_kernel(
         p_g = g + batch * stride_gb + walk_row * stride_gt + head * stride_gh
         p_beta = beta + batch * stride_betab + walk_row * stride_betat + head * stride_betah
         p_o = o + batch * stride_ob + head * stride_oh + first_v
-        # None is in no tuple with a name: in its place a pointer that the role does not use.
+        # A tuple with a name holds no None, so an unused pointer stands in its place.
         p_h0 = h0 + i_h0 * stride_h0n + head * stride_h0h if h0 is not None else o
         p_ht = ht + i_ht * stride_htn + head * stride_hth if ht is not None else o
         p_next = o

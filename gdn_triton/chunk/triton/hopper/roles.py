@@ -13,12 +13,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def play(role):
+def run_role(role):
     role[0](*role[1], *role[2], *role[3])
 
 
 @gluon.jit
-def play_numbered(role, NUMBER: gl.constexpr):
+def run_numbered_role(role, NUMBER: gl.constexpr):
     role[0](*role[1], *role[2], *role[3], NUMBER)
 
 
@@ -39,10 +39,10 @@ def run_roles(
     if STATES == 1:
         gl.warp_specialize(
             [
-                (play_numbered, (state, 0)),
-                (play, (triangles,)),
-                (play, (gates,)),
-                (play, (loader,)),
+                (run_numbered_role, (state, 0)),
+                (run_role, (triangles,)),
+                (run_role, (gates,)),
+                (run_role, (loader,)),
             ],
             [4, 1, 1],
             [TRIANGLES_REGISTERS, SINGLE, SINGLE],
@@ -50,11 +50,11 @@ def run_roles(
     elif norm is None:
         gl.warp_specialize(
             [
-                (play_numbered, (state, 0)),
-                (play_numbered, (state, 1)),
-                (play, (triangles,)),
-                (play, (gates,)),
-                (play, (loader,)),
+                (run_numbered_role, (state, 0)),
+                (run_numbered_role, (state, 1)),
+                (run_role, (triangles,)),
+                (run_role, (gates,)),
+                (run_role, (loader,)),
             ],
             [4, 4, 1, 1],
             [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE],
@@ -62,13 +62,13 @@ def run_roles(
     else:
         gl.warp_specialize(
             [
-                (play_numbered, (state, 0)),
-                (play_numbered, (state, 1)),
-                (play, (triangles,)),
-                (play, (gates,)),
-                (play, (loader,)),
-                (play_numbered, (norm, 0)),
-                (play_numbered, (norm, 1)),
+                (run_numbered_role, (state, 0)),
+                (run_numbered_role, (state, 1)),
+                (run_role, (triangles,)),
+                (run_role, (gates,)),
+                (run_role, (loader,)),
+                (run_numbered_role, (norm, 0)),
+                (run_numbered_role, (norm, 1)),
             ],
             [4, 4, 1, 1, 1, 1],
             [STATE_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE, SINGLE],
@@ -88,12 +88,12 @@ def run_wide_roles(
     """The roles of a block for K above 128 (wide.py)."""
     gl.warp_specialize(
         [
-            (play, (state,)),
-            (play_numbered, (pairs, 0)),
-            (play_numbered, (pairs, 1)),
-            (play, (gates,)),
-            (play, (keys,)),
-            (play, (queries,)),
+            (run_role, (state,)),
+            (run_numbered_role, (pairs, 0)),
+            (run_numbered_role, (pairs, 1)),
+            (run_role, (gates,)),
+            (run_role, (keys,)),
+            (run_role, (queries,)),
         ],
         [4, 4, 1, 1, 1],
         [TRIANGLES_REGISTERS, TRIANGLES_REGISTERS, SINGLE, SINGLE, SINGLE],

@@ -263,7 +263,7 @@ def hopper_gradients_kernel(
         mbarrier.init(qk_ready, count=1)
     fence_async_shared()  # TMA arrives at these barriers.
 
-    # A role takes no None: in its place a pointer that the role does not use.
+    # A role takes no None, so a pointer that the role does not use stands in its place.
     p_chunk_rows = g_cumsum
     if IS_VARLEN:
         p_chunk_rows = chunk_rows

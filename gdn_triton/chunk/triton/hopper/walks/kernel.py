@@ -196,7 +196,7 @@ def hopper_walks_kernel(
     p_beta = beta + batch * stride_betab + start * stride_betat + head * stride_betah
     stride_t = HV * V
     first_value = batch * T * stride_t + head * V + first_v
-    # A role takes no None: in its place a pointer that the role does not use.
+    # A role takes no None, so a pointer that the role does not use stands in its place.
     p_h0 = g_cumsum
     if HAS_H0:
         p_h0 = h0 + n * stride_h0n + head * stride_h0h
