@@ -5,8 +5,9 @@
 With the installed Triton, of whose releases the package lists some (RELEASES of
 gdn_triton/chunk/triton/hopper/releases.py). The package's own launch code runs on CPU tensors, as
 in compile_targets.py. Judged: that the assembler serialises no matrix product (its advisories C7500
-to C7599), stack, its use in the state's loop, shared memory, and that no matrix product reads a
-register that nothing wrote. Exits with 1 and a list of what is wrong.
+to C7599), stack, its use in the state's loop, shared memory, that no matrix product reads a
+register that nothing wrote, and that the memory of barriers holds nothing else. Exits with 1 and a
+list of what is wrong.
 """
 
 import itertools
@@ -29,6 +30,7 @@ from gluon_walks import chunk_table, make_given, walk_case, walks_of
 from helpers import Case
 from target_calls import BF16, Shape, make_call
 from target_code import (
+    accesses_to_barriers,
     compile_only,
     disassembled,
     loads_in_flight,
@@ -198,9 +200,11 @@ def more_with_copies() -> int:
     return MORE_WITH_COPIES if COPIES.value else 0
 
 
-def wrong_registers(sass: str) -> list[str]:
+def wrong_accesses(sass: str) -> list[str]:
+    """To registers, and to the memory of barriers."""
     overwritten = (f"{text}, which a product still reads" for text in overwritten_operands(sass))
-    return [*unwritten_uniform_registers(sass), *overwritten]
+    of_barriers = (f"{text}, where a barrier is" for text in accesses_to_barriers(sass))
+    return [*unwritten_uniform_registers(sass), *overwritten, *of_barriers]
 
 
 def in_flight(sass: str, allowed: int) -> list[str]:
@@ -247,7 +251,7 @@ def judge_gradients() -> list[str]:
         count = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,}\*/", sass))
         line = f"gradients {case.name:6} norm {norm:1} shared {shared:7} stack {stack:4}"
         print(f"{line} instructions {count:5} registers {registers:3}", flush=True)
-        found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
+        found = [*advisories(kernel.asm["ptx"]), *wrong_accesses(sass)]
         # The places in the rings change in chunks that have rows, and in no others. Only a move or
         # a product that reads such a register reads an address.
         stale = stale_uniform_registers(sass)
@@ -279,7 +283,7 @@ def judge_walks() -> list[str]:
             local = local_memory_around(sass, UPDATE) if case.K > 64 else 0
             line = f"walks {case.name:20} blocks {blocks:3} shared {shared:7} stack {stack:4}"
             print(f"{line} in loop {local:3} registers {registers:3}", flush=True)
-            found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
+            found = [*advisories(kernel.asm["ptx"]), *wrong_accesses(sass)]
             found += [*stale_uniform_registers(sass), *in_flight(sass, 0)]
             if shared > SHARED_MEMORY:
                 found.append(f"{shared} bytes of shared memory, of {SHARED_MEMORY}")
@@ -302,7 +306,7 @@ def main() -> int:
             form = "pool" if call.pool else f"segments {call.segments}"
             line = f"{call.shape!s:52} N={call.N} {form:10} shared {shared:7}"
             print(f"{line} stack {stack:4} in loop {local:3} registers {registers:3}", flush=True)
-            found = [*advisories(kernel.asm["ptx"]), *wrong_registers(sass)]
+            found = [*advisories(kernel.asm["ptx"]), *wrong_accesses(sass)]
             if call.shape.K > 128 and more_with_copies():
                 found = [text for text in found if not text.startswith(ONE_MORE_WAIT)]
             found += stale_uniform_registers(sass)

@@ -259,6 +259,40 @@ def loads_in_flight(sass: str) -> list[str]:
     return [found[at] for at in sorted(found)]
 
 
+def shared_address(operands: str) -> int | None:
+    """The constant part of an address as [R4+UR9+0x2c0a0]."""
+    match = re.search(r"\[(?:U?R\w+\s*\+\s*)*(0x[0-9a-f]+)\]", operands)
+    return int(match[1], 16) if match else None
+
+
+def accesses_to_barriers(sass: str) -> list[str]:
+    """The loads and stores of a Hopper kernel in shared memory where it initialises a barrier, in
+    the order of the text. The compiler gives the memory of a barrier that nothing waits for to
+    other values. The initialisation is not ordered with a store by another warp, and may overwrite
+    it. Loads of bytes are left out: their addresses, which have the number of the warp in a register,
+    are those of the warps' own states."""
+    barriers: set[int] = set()
+    accesses: list[tuple[int, int, str]] = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        address, name, operands = match.groups()
+        place = shared_address(operands)
+        if place is None:
+            continue
+        if name.startswith("SYNCS.EXCH"):
+            barriers.add(place)
+        elif re.match(r"(LDS|STS|LDSM|STSM|ATOMS)(\.|$)", name) and not name.startswith("LDS.U8"):
+            width = next((n for n in (8, 16) if f".{8 * n}" in name), 4)
+            accesses.append((place, width, f"{address} {name} {operands}"))
+    return [
+        text
+        for place, width, text in accesses
+        if any(place < barrier + 8 and barrier < place + width for barrier in barriers)
+    ]
+
+
 def registers_from(part: str, count: int) -> set[int]:
     """The numbers of so many registers from the one that an operand names; of another operand
     none."""

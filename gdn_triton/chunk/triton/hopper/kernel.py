@@ -262,7 +262,11 @@ def hopper_fwd_kernel(
         for s in gl.static_range(Q_STAGES):
             mbarrier.init(ready.index(s), count=NORM_WARPS + 1 if NORM else 1)
     t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
-    p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
+    # A barrier that no role uses would be wrong: the compiler gives its memory to the arguments of
+    # the roles, and the initialisation of the barrier may overwrite one of them.
+    p_full = t_full
+    if OUTPUT:
+        p_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(tile_full.index(s), count=1)
         mbarrier.init(gates_full.index(s), count=1)
@@ -270,7 +274,8 @@ def hopper_fwd_kernel(
         mbarrier.init(empty.index(s), count=1 if BK == 256 else (STATES + DEALT) * 128)
     for s in gl.static_range(T_STAGES):
         mbarrier.init(t_full.index(s), count=1)
-        mbarrier.init(p_full.index(s), count=1)
+        if OUTPUT:
+            mbarrier.init(p_full.index(s), count=1)
     # TMA arrives at these barriers, and overwrites memory through which sums of the whole block
     # have passed, as in `segment_of`.
     fence_async_shared()
