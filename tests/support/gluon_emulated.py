@@ -45,6 +45,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "far": lambda g: torch.where(_every_37th(g), torch.full_like(g, -80.0), 0.05 * g),
     # A segment of two chunks forgets its start by its last chunk alone, but not by both.
     "returning": lambda g: torch.where(_every_second_chunk(g), 0.75, -0.75) + 0 * g,
+    # Tokens that decay and tokens that do not, in turn. The sums of two such tokens are equal, but
+    # one of them, where a whole number lies between their roundings, is rounded to more.
+    "alternating": lambda g: torch.where(_every_second(g), 0.0, -37.661) + 0 * g,
     "infinite": lambda g: torch.where(_every_37th(g), torch.full_like(g, -torch.inf), 0.05 * g),
 }
 
@@ -55,6 +58,10 @@ def _every_100th(g: Tensor) -> Tensor:
 
 def _every_37th(g: Tensor) -> Tensor:
     return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
+
+
+def _every_second(g: Tensor) -> Tensor:
+    return (torch.arange(g.shape[1]) % 2 == 1)[None, :, None]
 
 
 def _every_second_chunk(g: Tensor) -> Tensor:
@@ -248,6 +255,8 @@ FORWARD = [
     (gluon_case("keys", T=330, HV=1, K=256, V=64), "steep", launch.WIDE, FP16, 0),
     # Maps of more chunks than their rings have stages.
     (gluon_case("maps", T=830, HV=1), "none", launch.TWO, BF16, 6),
+    (gluon_case("sums", T=64, K=64, V=64, HV=1), "alternating", launch.ONE, FP16, 0),
+    (gluon_case("sums", T=64, K=64, V=64, HV=1), "alternating", launch.ONE, BF16, 0),
 ]
 
 

@@ -39,7 +39,9 @@ static_assert(sizeof(ChunkFactors) % 16 == 0, "copied in lines of 16 bytes");
 template <class T>
 constexpr bool kDecaysToEnd = Frame<T>::kSteepUnits == 0;
 
-// 2^e for a whole number e <= 127; 0 below the normal numbers.
+// The largest exponent of fp32.
+constexpr int kMostExponent = 127;
+// 2^e for a whole number e of at most kMostExponent; 0 below the normal numbers.
 GDN_DEVICE float power_of_two_float(int e) { return __int_as_float(max(e + 127, 0) << 23); }
 // 2^(D - d) of tokens 2 i and 2 i + 1 of a steep chunk.
 GDN_DEVICE float2 end_factors(const ChunkFactors& factors, int i) {

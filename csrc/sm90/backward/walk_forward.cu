@@ -135,11 +135,12 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const short2 c = reinterpret_cast<const short2*>(factors.power)[4 * j + lane % 4];
-      // Factors are at most 1 below the diagonal; entries above it are masked.
-      const float x0 = power_of_two_float(min(d0 - c.x, 0)),
-                  x1 = power_of_two_float(min(d0 - c.y, 0));
-      const float x2 = power_of_two_float(min(d1 - c.x, 0)),
-                  x3 = power_of_two_float(min(d1 - c.y, 0));
+      // Entries above the diagonal, which may overflow, are masked below. The other exponents are
+      // above 0 where tokens grow, or where equal sums are rounded to both sides of a whole number.
+      const float x0 = power_of_two_float(min(d0 - c.x, kMostExponent)),
+                  x1 = power_of_two_float(min(d0 - c.y, kMostExponent));
+      const float x2 = power_of_two_float(min(d1 - c.x, kMostExponent)),
+                  x3 = power_of_two_float(min(d1 - c.y, kMostExponent));
       P[4 * j] *= x0, P[4 * j + 1] *= x1, P[4 * j + 2] *= x2, P[4 * j + 3] *= x3;
       D[4 * j] *= x0, D[4 * j + 1] *= x1, D[4 * j + 2] *= x2, D[4 * j + 3] *= x3;
     }

@@ -19,9 +19,10 @@ smaller than u and are added to the state without the rest of their decay. y is 
 MOST_LIFT.
 
 A' and P' of a steep chunk are multiplied by powers of differences of exponents. A chunk is narrow
-if its D is at least LEAST and no token grows. There 16-bit integers hold all exponents, a power of
-A' is at most 1, and two powers are made at once (`times_power` of names.py). The exponentials of
-the other, wide chunks are in fp32.
+if its D is at least LEAST and no token grows. There 16-bit integers hold all exponents, and two
+powers are made at once (`times_power` of names.py). A power of A' is at most 2: it is 2, and not 1,
+where the sums of two tokens are equal, but are rounded to both sides of a whole number. The
+exponentials of the other, wide chunks are in fp32.
 
 The exponents of float16 hold a range of 8. There y is 0, and in steep chunks the state warps apply
 two factors apart from all operands: 2^d to q S', and 2^(D - d) to the u' that they add to S'.

@@ -99,7 +99,7 @@ def power(x):
 def times_power(x, row, column):
     """x, of a 16-bit dtype, times 2^(row + column), two elements at once. row, column: whole
     numbers, int16; row plus the bias of the dtype's exponent, 127 or 15. A power below the normal
-    numbers of the dtype is 0. The greatest power is 2^127 in bfloat16, 1 in float16. The compiler
+    numbers of the dtype is 0. The greatest power is 2^127 in bfloat16, 2 in float16. The compiler
     neither removes nor moves the instructions (`opaque`)."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -116,7 +116,7 @@ def times_power(x, row, column):
             "add.s16x2 $0, $2, $3; min.s16x2.relu $0, $0, $4;"
             " shl.b32 $0, $0, 10; mul.f16x2 $0, $1, $0;",
             "=&r,r,r,r,r",
-            [x, row, column, row * 0 + 15],
+            [x, row, column, row * 0 + 16],
             dtype=gl.float16,
             is_pure=False,
             pack=2,
