@@ -269,8 +269,8 @@ def accesses_to_barriers(sass: str) -> list[str]:
     """The loads and stores of a Hopper kernel in shared memory where it initialises a barrier, in
     the order of the text. The compiler gives the memory of a barrier that nothing waits for to
     other values. The initialisation is not ordered with a store by another warp, and may overwrite
-    it. Loads of bytes are left out: their addresses, which have the number of the warp in a register,
-    are those of the warps' own states."""
+    it. Loads of bytes are left out: their addresses, which have the number of the warp in a
+    register, are those of the warps' own states."""
     barriers: set[int] = set()
     accesses: list[tuple[int, int, str]] = []
     for line in sass.splitlines():
