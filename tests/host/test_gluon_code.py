@@ -10,6 +10,7 @@ import pytest
 import triton
 from packaging.version import Version
 from target_code import (
+    accesses_to_barriers,
     loads_in_flight,
     local_memory_around,
     overwritten_operands,
@@ -211,3 +212,22 @@ def test_overwritten_operands_are_found(text: str, is_found: bool) -> None:
     """After the first wait the product at 0020 is in flight, and after the second one none."""
     found = overwritten_operands(PRODUCTS.format(text, text))
     assert found == ([f"0040 {text}"] if is_found else [])
+
+
+BARRIERS = """
+        /*0000*/                   SYNCS.EXCH.64 URZ, [UR9+0x2bc08], UR12 ;
+        /*0010*/                   LDS.U8 R0, [R0+UR4+0x2bc0c] ;
+        /*0020*/                   STS.128 [UR9+0x2bc00], R4 ;
+        /*0030*/                   STS.64 [UR9+0x2bc00], R14 ;
+        /*0040*/                   LDS R2, [R6+0x2bc0c] ;
+        /*0050*/                   LDS R3, [R6+0x2bc10] ;
+        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0x2bc08], R3 ;
+"""
+
+
+def test_accesses_to_barriers_are_found() -> None:
+    """Those that overlap the eight bytes of a barrier, and no operation of the barrier itself."""
+    assert accesses_to_barriers(BARRIERS) == [
+        "0020 STS.128 [UR9+0x2bc00], R4",
+        "0040 LDS R2, [R6+0x2bc0c]",
+    ]
