@@ -57,7 +57,7 @@ WITHOUT_RACES = {
 }
 CASES = (
     "forward-.*-bfloat16|backward-(heads|alone|empties|uneven|"
-    "options-(128-128-bfloat16|96-192-float16)|gates-(model|closed))"
+    "options-(128-128-bfloat16|96-192-float16)|gates-(model|closed|alternating|growing))"
 )
 
 
@@ -141,7 +141,7 @@ def test_kernels(tmp_path: Path) -> None:
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
-        *((CASES, 4, 15), ("backward-dealt", 16, 3)),
+        *((CASES, 4, 19), ("backward-dealt", 16, 3)),
         ("backward-cut(-packed-forgets|-several)?$", 132, 3),
         ("backward-kept-(chunks|multiples|cut-several)", 132, 3),
         # Triangles beside the walk back, of steep chunks too.

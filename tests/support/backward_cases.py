@@ -33,7 +33,18 @@ STRENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda g: 0 * g,
     "closed": lambda g: torch.where(g < -0.7, -torch.inf, g / 16),
     "all-closed": lambda g: torch.full_like(g, -torch.inf),
+    # Tokens that decay and tokens that do not, in turn. The sums of two such tokens are equal, but
+    # a scan rounds them differently. In the first chunk a whole number lies between the two
+    # roundings of five pairs (in the order of the scan of csrc/sm90/backward/frames.cu).
+    "alternating": lambda g: torch.where(every_nth(g, 2), 0.0, -37.661) + 0 * g,
+    # Tokens that grow, in chunks that decay by far more.
+    "growing": lambda g: torch.where(every_nth(g, 16), 2.0, -4.0) + 0 * g,
 }
+
+
+def every_nth(g: Tensor, n: int) -> Tensor:
+    """Whether a token of g [B, T, HV] is token n, 2 n, ..., counted from 1: [1, T, 1]."""
+    return (torch.arange(g.shape[1], device=g.device) % n == n - 1)[None, :, None]
 
 
 # ------------------------------------------------------------------------- the narrow computation

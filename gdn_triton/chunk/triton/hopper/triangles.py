@@ -195,7 +195,7 @@ def with_gates(A, vectors, base, exponents, stage, steep, beta, row, o_c, HAS_NA
     Ah = rounded(A, gl.float16)
     if HAS_NARROW:
         if steep < 0:
-            # Above the diagonal the power is 1, because a greater one may overflow.
+            # Above the diagonal the power is 2 at most, because a greater one may overflow.
             at = stage * EXPONENTS + COLUMN_EXPONENTS
             column = exponents.index(at).load(COLUMN)
             biased = 15 - exponents.index(at).load(ROW)
