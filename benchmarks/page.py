@@ -9,8 +9,8 @@ the plots in docs/assets if matplotlib is installed, and a page of rows for each
 which git ignores.
 
 A ratio is the time of another implementation over ours of the same run. If several files have a
-call, the file with the latest date counts. The default install is shown on one card for each kind
-of calls and each other implementation: that of the latest run.
+call, the file with the latest date counts. Runs of the default install from before `SINCE` are left
+out where a later one has the same kind of calls and the same other implementation.
 """
 
 import argparse
@@ -53,6 +53,8 @@ DOCUMENTS = (
     "docs/engines.md",
 )
 ROWS = ROOT / "build" / "rows"
+# The first runs with the kernels that the default install has today.
+SINCE = "2026-11-27"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
 KINDS_OF_CALLS = (PREFILL, UNEVEN, SMALL, "Decode step", "Step of", TRAINING, "Backward")
@@ -189,14 +191,16 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         records = read(path)
         reader = readers.get(kind_of(records))
         ratios = reader(records) if reader else forward_ratios(Run(path))
-        date = str(head_of(records)["date"]).split(" ")[0]
+        day = str(head_of(records)["date"]).split(" ")[0]
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
-            found[ratio[:5]] = ratio._replace(date=date)
+            found[ratio[:5]] = ratio._replace(date=day)
     # The files are in the order of their dates.
-    latest = {(x.what, x.other): x.device for x in found.values() if x.install == DEFAULT}
+    latest = {(x.what, x.other): x.date for x in found.values() if x.install == DEFAULT}
     shown = [
-        x for x in found.values() if x.install != DEFAULT or x.device == latest[x.what, x.other]
+        x
+        for x in found.values()
+        if x.install != DEFAULT or x.date >= min(latest[x.what, x.other], SINCE)
     ]
 
     def place(ratio: Ratio) -> tuple[str, int, str, bool]:
@@ -267,7 +271,7 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
     other kinds of gates have rows only with the CUDA library."""
     lines = []
     for key, of_others in groups(ratios).items():
-        _, what, install = key
+        device, what, install = key
         if install == DEFAULT and not re.match(USUAL, what):
             continue
         for name in OTHERS:
@@ -275,8 +279,10 @@ def losses_table(ratios: Iterable[Ratio]) -> str:
             lost = sorted((value, case) for case, value in values.items() if value < 1)
             if lost:
                 most = "; ".join(f"{case}: {value:.2f}" for value, case in lost[:3])
-                lines.append([what, install, name, f"{len(lost)} of {len(values)}", most])
-    return rows.table(["call", "install", "faster", "calls it wins", "largest losses"], lines)
+                share = f"{len(lost)} of {len(values)}"
+                lines.append([device, what, install, name, share, most])
+    columns = ["device", "call", "install", "faster", "calls it wins", "largest losses"]
+    return rows.table(columns, lines)
 
 
 def backward_table(files: Iterable[Path]) -> str:

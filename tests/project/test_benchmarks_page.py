@@ -258,14 +258,19 @@ def test_ratios_of_each_install(files: list[Path]) -> None:
     )
 
 
-def test_the_default_install_is_shown_on_one_card(files: list[Path], tmp_path: Path) -> None:
-    """On that of the latest run, call by call only where a run has the other implementation."""
+@pytest.mark.parametrize("since", ["2026-01-01", "2026-01-02"])
+def test_old_runs_of_the_default_install(
+    since: str, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are left out where a later run has the same kind of calls and other implementation."""
+    monkeypatch.setattr(page, "SINCE", since)
     later = {**HEADER, "gpu": "NVIDIA new", "date": "2026-02-01"}
     row = speed("full 16/32 1x8192", 100.0, 50.0, None) | {"gates": "model"}
     added = write_records(tmp_path / "e.jsonl", [later, row])
     ratios = page.all_ratios([*files, added])
     places = {(x.device, x.install, x.other) for x in ratios if x.what.startswith("Prefill")}
-    assert places == {
+    old = {("a GPU", DEFAULT, "FLA")} if since == "2026-01-01" else set()
+    assert places == old | {
         ("new", DEFAULT, "FLA"),
         ("a GPU", DEFAULT, "FlashInfer"),
         ("a GPU", LIBRARY, "FLA"),
@@ -298,7 +303,7 @@ def test_tables_name_every_loss(files: list[Path]) -> None:
         "| Training step (forward and backward) | 3.00 (0 of 1) | - | - |\n"
     )
     lost = [line.split(" | ")[:4] for line in made["losses"].splitlines()[2:]]
-    assert [line[0].removeprefix("| ") for line in lost] == [
+    assert [line[1] for line in lost] == [
         "Prefill, gates of a model",
         "Prefill, gates of a model",
         "Decode step, bfloat16 pool, key-first",
@@ -421,6 +426,14 @@ def test_a_plotted_case_is_of_its_last_run() -> None:
     last = Ratio(*place, "FlashQLA", case, 2.0, 100.0)
     data = plot.dots([before, last], place[1], [case], "")
     assert data["rows"] == {"16/32 4x8192, 100 us": {"FlashQLA": 2.0}}
+
+
+def test_a_plot_is_of_the_card_with_the_most_implementations() -> None:
+    place, case = ("Prefill, gates of a model", DEFAULT), "16/32 4x8192, model gates"
+    first = [Ratio("H100", *place, name, case, 3.0, 200.0) for name in ("FLA", "FlashQLA")]
+    other = Ratio("H200", *place, "FlashInfer", case, 2.0, 100.0)
+    data = plot.dots([*first, other], place[0], [case], "")
+    assert data["rows"] == {"16/32 4x8192, 200 us": {"FLA": 3.0, "FlashQLA": 3.0}}
 
 
 @pytest.mark.parametrize(
