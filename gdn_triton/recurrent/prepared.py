@@ -71,8 +71,8 @@ def prepare_step(
         scale, state_v_first, skip: as `gdn_triton.recurrent_step`.
 
     Returns:
-        A `PreparedStep`, whose calls accept the other arguments except `parents`. Nothing has been
-        launched or written.
+        A `PreparedStep`, whose calls accept the other arguments. Nothing has been launched or
+        written.
 
     Raises:
         TypeError, ValueError: an argument that does not fit by itself. Each call of the step checks
@@ -132,6 +132,7 @@ class PreparedStep:
         write_slots: Tensor | None = None,
         *,
         num_accepted_tokens: Tensor | None = None,
+        parents: Tensor | None = None,
         q: Tensor | None = None,
         k: Tensor | None = None,
         v: Tensor | None = None,
@@ -148,8 +149,8 @@ class PreparedStep:
         `prepare_step`."""
         # fmt: off
         given = (
-            out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, a, b,
-            cu_seqlens, positions,
+            out, read_slots, write_slots, num_accepted_tokens, parents, q, k, v, mixed_qkv, g, beta,
+            a, b, cu_seqlens, positions,
         )
         # fmt: on
         if not self._has_memory or is_traced(self._state) or is_transformed():
@@ -197,15 +198,14 @@ class PreparedStep:
         return True in map(_requires_grad, (*self._held, *present))
 
     def _whole(self, given: _Given) -> Tensor:
-        out, read_slots, write_slots, num_accepted_tokens, q, k, v, mixed_qkv, g, beta, *rest = (
-            given
-        )
-        a, b, cu_seqlens, positions = rest
+        out, read_slots, write_slots, num_accepted_tokens, parents, q, k, v, *rest = given
+        mixed_qkv, g, beta, a, b, cu_seqlens, positions = rest
         return recurrent_step(
             self._state,
             read_slots,  # type: ignore[arg-type]
             write_slots,
             num_accepted_tokens=num_accepted_tokens,
+            parents=parents,
             q=q,
             k=k,
             v=v,

@@ -68,6 +68,30 @@ def test_bits_of_the_step(case: Case, window: bool, device: str) -> None:
             assert same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize("window", [False, True])
+def test_bits_of_a_tree(window: bool, device: str) -> None:
+    """Three times in the same buffers, each time with another tree; each node has a slot if there
+    is no window."""
+    run = Decoding(DRAFTS, device)
+    N, T = run.case.N, 3
+    x = run.arguments(run.tokens(T))
+    tree = torch.tensor([[-1, 0, 0]] * N, dtype=torch.int32, device=device)
+    x["parents"] = tree
+    if not window:
+        x = {name: y for name, y in x.items() if name not in ("window", "positions")}
+        x["state"] = torch.cat([run.pool, torch.zeros_like(run.pool[:1]).expand(N * T, -1, -1, -1)])
+        nodes = len(run.pool) + torch.arange(N * T, device=device).view(N, T)
+        x["write_slots"] = nodes.to(x["read_slots"].dtype)
+    held, per_call = parted(x)
+    step = prepare_step(**held)
+    for parents in ([-1, 0, 0], [-1, -1, 1], [-1, 0, 1]):
+        tree.copy_(torch.tensor(parents))
+        beside = {name: y for name, y in cloned(x).items() if name in ("state", "window")}
+        expected = recurrent_step(**{**x, **beside})
+        assert same_bits(step(**per_call), expected)
+        assert same_bits(x["state"], beside["state"])
+
+
 @pytest.mark.gpu("launches are made again on a GPU only")
 @pytest.mark.parametrize("window", [False, True])
 def test_launches_are_made_again(
