@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from einops import rearrange
@@ -248,7 +248,7 @@ class GatedDeltaNet(MarksUndecayed):
         state_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         skip: str = "negative",
-        window: bool = False,
+        window: bool | Literal["auto"] = False,
     ) -> GatedDeltaNetCache:
         """Makes a cache for this layer with all slots empty.
 
@@ -261,11 +261,9 @@ class GatedDeltaNet(MarksUndecayed):
             device: None: the device of the weights.
             skip: which slots are padding: "negative", or "non_positive" if no sequence uses slot 0.
             window: store the last tokens of each slot as records: most steps of one token then read
-                a state without writing it (`docs/decode.md`). On an H100, with 16/32 heads, the
-                recurrence of 1, 8 and 64 sequences takes 4.5, 11.4 and 58.7 us with float32 states,
-                and 4.7, 13.1 and 94.6 without a window; with bfloat16 states 4.0, 8.9 and 37.0,
-                and 2.8, 8.2 and 49.1. These times exclude the further launches of a step: six that
-                count tokens, and two where `layer_step` is three launches.
+                a state without writing it (`docs/decode.md`). "auto": do so if slots times value
+                heads are at least 1024, or 2048 with 16-bit states. With fewer states a step takes
+                less time without a window (`docs/layers.md`).
 
         Raises:
             TypeError, ValueError: an argument that does not fit.

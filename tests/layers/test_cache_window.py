@@ -302,8 +302,21 @@ def test_wrong_windows(case: int) -> None:
 
 def test_wrong_choice() -> None:
     layer: Any = make_layer()
-    with pytest.raises(TypeError, match=r"window must be True or False, got 1 \(int\)"):
+    expected = 'window must be True, False or "auto"'
+    with pytest.raises(TypeError, match=rf"{expected}, got 1 \(int\)"):
         layer.make_cache(2, window=1)
+    with pytest.raises(ValueError, match=f"{expected}, got 'always'"):
+        layer.make_cache(2, window="always")
+
+
+@pytest.mark.parametrize(("dtype", "states"), [(FP32, 1024), (FP64, 1024), (BF16, 2048)])
+def test_window_by_the_number_of_states(dtype: torch.dtype, states: int) -> None:
+    layer = make_layer(dtype=FP32)
+    HV = layer.num_v_heads
+    for slots, has_window in ((states // HV - 1, False), (-(-states // HV), True)):
+        cache = layer.make_cache(slots, state_dtype=dtype, window="auto")
+        assert (cache.window is not None) == has_window
+        assert (cache.counters is None) == has_window
 
 
 @torch.no_grad()
