@@ -9,13 +9,17 @@ import torch.distributed as dist
 from backward_cases import (
     NAMES,
     Options,
+    Task,
+    assert_gradients,
     by_op,
     check,
     check_alone,
     check_rows_of_no_sequence,
     check_task,
+    decays_of,
     exact,
     make_task,
+    narrow,
     run_op,
 )
 from helpers import (
@@ -31,6 +35,7 @@ from helpers import (
     make_inputs,
     same_bits,
 )
+from narrow import Arithmetic
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,6 +152,53 @@ def test_gates_of_every_strength(
     x = make_inputs(case, dtype, device, seed=seed)
     g = x.g * strength if strength < torch.inf else torch.where(x.g < -0.1, -torch.inf, x.g)
     check_task(make_task(case, dtype, device, Options(), x.but(g=g)), dtype, device)
+
+
+def test_a_state_that_is_almost_forgotten(device: str) -> None:
+    """The gradient of the initial state is near the smallest number of float16, in which the
+    operands of its products are rounded."""
+    case = Case("forgotten", "", T=20, HV=1, K=32, V=32)
+    x = make_inputs(case, FP16, device)
+    g = torch.zeros_like(x.g)
+    g[:, 0] = -15
+    check_task(make_task(case, FP16, device, Options(dht=False), x.but(g=g)), FP16, device)
+
+
+def cancelling(dtype: torch.dtype, seed: int) -> Task:
+    """Two sequences with opposite gradients of A_log: the second one's gradients from above are
+    multiplied by a number."""
+    case = Case("cancelling", "", lengths=(70, 66), HV=1, chunk_size=64)
+    task = make_task(case, dtype, "cpu", Options(gate=True), seed=seed)
+    is_first = torch.arange(136)[:, None, None] < 70
+
+    def times(first: float, second: float) -> Task:
+        do = (task.do * torch.where(is_first, first, second)).to(dtype)
+        return replace(
+            task, do=do, dht=task.dht * torch.tensor([first, second])[:, None, None, None]
+        )
+
+    return times(1, -(exact(times(1, 0))["A_log"] / exact(times(0, 1))["A_log"]).item())
+
+
+@pytest.mark.parametrize(("dtype", "seed"), [(BF16, 3), (FP16, 0), (FP16, 4)])
+def test_budget_of_a_sum_that_cancels(dtype: torch.dtype, seed: int) -> None:
+    """The same gradients times other numbers, which have other roundings, are within the budget.
+    Without one of the 20 tokens that matter most a sum is not."""
+    task, arithmetic = cancelling(dtype, seed), Arithmetic(dtype, "cpu")
+    right = exact(task)
+    for factor in (1.3, 0.9, 0.7, 1.1):
+        scaled = replace(task, do=(task.do * factor).to(dtype), dht=task.dht * factor)
+        near, other = narrow(scaled, arithmetic), exact(scaled)
+        found = {
+            name: (right[name] + (near[name] - other[name]) / factor).to(x.dtype)
+            for name, x in task.leaves.items()
+        }
+        assert_gradients(task, found, arithmetic)
+    decays = decays_of({name: x.double() for name, x in task.leaves.items()})
+    terms = (right["decays"] * decays).flatten()
+    found["A_log"] -= terms[terms.abs().argsort(descending=True)[19]].float()
+    with pytest.raises(AssertionError, match="dA_log"):
+        assert_gradients(task, found, arithmetic)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

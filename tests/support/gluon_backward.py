@@ -15,12 +15,12 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from backward_cases import NAMES, TERMS, Options, Task, exact, make_task, rounded_gradients
+from backward_cases import NAMES, Options, Task, assert_gradients, make_task
 from emulator.gluon import emulated
 from gluon_emulated import gluon_case, problem_of
 from gluon_walks import WRITES as WALKS_WRITES
 from gluon_walks import table_of
-from helpers import BF16, Case, assert_within_budget
+from helpers import BF16, Case
 from narrow import Arithmetic
 from torch import Tensor
 
@@ -83,11 +83,7 @@ def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) ->
     # Rows of dv that are dx, most with numbers of T below the normal numbers of fp16.
     for n, beta in enumerate((0.0, 2.0**-70, 2.0**-24)):
         task.leaves["beta"][:, 4 + n :: 11] = beta
-    right, arithmetic = exact(task), Arithmetic(BF16, "cuda")
-    near, found = rounded_gradients(task, arithmetic, right), by_kernels(task, plan, seed)
-    for name, y in right.items():
-        dtype, unit = task.leaves[name].dtype, TERMS * arithmetic.unit
-        assert_within_budget(f"d{name}", found[name], y, near[name], dtype=dtype, unit=unit)
+    assert_gradients(task, by_kernels(task, plan, seed), Arithmetic(BF16, "cuda"))
 
 
 OF_TWO = walks.Plan(walks.TWO, walks.TWO)
