@@ -1,6 +1,7 @@
 """The CUDA library's kernels without a GPU: tests/support/emulator runs their PTX on a CPU. Needs
 nvcc and g++."""
 
+import itertools
 import os
 import platform
 import subprocess
@@ -15,9 +16,10 @@ from emulator.translate import Untranslatable, launch_registers, translate
 from fast_cases import ROOT
 from library_wheel import load_builder
 
-# The machine's message for each kernel of faults.cu.
+RIGHT = ("none", "barrier-freed")
+IN_BARRIER = "an access to the memory of a barrier"
+# The machine's message for each wrong kernel of faults.cu.
 FAULTS = {
-    "none": r"right",
     "no-wait": "are not ordered",
     "no-fence": "a write without a fence.proxy.async after it",
     "no-sync": "are not ordered",
@@ -41,12 +43,20 @@ FAULTS = {
     "untold": "are not ordered",
     "published-early": "are not ordered",
     "store-goes-on": "a number is published before a store has ended",
+    "barrier-written": IN_BARRIER,
+    "barrier-early": IN_BARRIER,
+    "barrier-loaded": IN_BARRIER,
+    "barrier-stored": IN_BARRIER,
+    "barrier-twice": IN_BARRIER,
 }
 # Faults for which the message depends on the order of the warps, with the message of one order.
 IN_ORDER = {
     "phases": "a phase of a barrier may end before warp 0 has seen the end of the one before",
     "late-phase": "a wait that comes too late: the next phase has ended too",
     "ends-before-raise": "a setmaxnreg that not all warps of the warpgroup execute",
+    "barrier-late": "are not ordered",
+    "barrier-untold": "are not ordered",
+    "barrier-freed-early": "are not ordered",
     "two-lowers": "a setmaxnreg before all warps of the warpgroup have executed the one before",
 }
 # The messages without the search for races. `no-wait` then shows as a wrong number.
@@ -54,6 +64,9 @@ WITHOUT_RACES = {
     "none": "right",
     "no-wait": "a wrong number",
     "overwritten": "an operand changed before the product was waited for",
+    "barrier-written": IN_BARRIER,
+    "barrier-loaded": IN_BARRIER,
+    "barrier-stored": IN_BARRIER,
 }
 CASES = (
     "forward-.*-bfloat16|backward-(heads|alone|empties|uneven|"
@@ -90,8 +103,8 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert words in said(program, fault, EMULATOR_RACES="1", EMULATOR_IN_ORDER="1"), fault
     for fault, words in WITHOUT_RACES.items():
         assert words in said(program, fault), fault
-    for seed in range(20):
-        assert said(program, "none", EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
+    for seed, form in itertools.product(range(20), RIGHT):
+        assert said(program, form, EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
 
 
 @pytest.mark.long(10)

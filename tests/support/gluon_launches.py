@@ -1,4 +1,5 @@
-"""Holds the emulator to what it says of launches that overlap and of barriers without a fence.
+"""Holds the emulator to what it says of launches that overlap, of barriers without a fence, and of
+memory that Triton gives to a barrier and to something else.
 
     PYTHONPATH=.:tests/support python -m gluon_launches
 
@@ -53,6 +54,28 @@ def load(*, fenced: bool) -> None:
         load_kernel[(1,)](x_desc=descriptor(x, row_tile(64)), FENCED=fenced)
 
 
+@gluon.jit
+def unused_barrier_kernel(x, INVALIDATED: gl.constexpr):
+    """Triton takes the memory of a barrier that nothing waits for as free once it is
+    initialised."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    if INVALIDATED:
+        mbarrier.invalidate(barrier)
+    rows = gl.arange(0, 128, ROWS)
+    tile = gl.allocate_shared_memory(gl.int32, [128], SHARED, rows)
+    gl.store(x + rows, tile.load(ROWS))
+
+
+def reuse_barrier(*, invalidated: bool) -> None:
+    x = torch.zeros(128, dtype=torch.int32)
+    with emulated({"unused_barrier_kernel": ("x",)}, races=True):
+        unused_barrier_kernel[(1,)](x=x, INVALIDATED=invalidated)
+    assert torch.equal(x, torch.arange(128, dtype=torch.int32))
+
+
 def copies(*waits: bool) -> torch.Tensor:
     """A launch writes a number. For each of ``waits`` another one follows, which waits for the
     launch before it or does not. All but the last copy another number; the last copies the first
@@ -92,6 +115,8 @@ def main() -> None:
     expect("does not end after all others", unrelated)
     load(fenced=True)
     expect("has no fence after it", lambda: load(fenced=False))
+    reuse_barrier(invalidated=True)
+    expect("to the memory of a barrier", lambda: reuse_barrier(invalidated=False))
     print("right")
 
 

@@ -1,6 +1,7 @@
 // Barriers in shared memory, copies by TMA and cp.async, and what is read of another block. A copy happens at a
 // random moment between its issue and the moment at which somebody may rely on it. One out of shared memory has two
 // such moments: it reads, and later it writes, or adds bf16 values to what is there.
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 
@@ -9,10 +10,31 @@
 namespace emulator {
 namespace {
 
+constexpr uint32_t kBarrierBytes = 8;
+
 Barrier& barrier_at(Thread& t, Block& block, uint32_t address) {
   const auto found = block.barriers.find(address);
   if (found == block.barriers.end()) fail(t, "a barrier that was not initialised");
   return *found->second;
+}
+
+// The barrier that a thread uses: after its initialisation, and before its invalidation.
+Barrier& known_barrier_at(Thread& t, Block& block, uint32_t address) {
+  Barrier& barrier = barrier_at(t, block, address);
+  if (t.watched) {
+    check_read(t, block, t.warp->clocks, address, kBarrierBytes, false);
+    note_read(block, *t.warp, address, kBarrierBytes);
+  }
+  return barrier;
+}
+
+// Fails if an access to so many bytes touches a barrier of the block.
+void check_no_barrier(Thread& t, const Block& block, uint32_t address, uint32_t bytes) {
+  for (const auto& [at, barrier] : block.barriers) {
+    if (at >= address + bytes || address >= at + kBarrierBytes) continue;
+    const std::string what = "an access to the memory of a barrier, which was initialised before: " + place(barrier->site);
+    fail(t, what.c_str());
+  }
 }
 
 // A wait tells phases apart by their parity: once the next phase has ended too, it would not see that the phase which it
@@ -40,7 +62,7 @@ void finish_phase_if_due(Thread& t, Barrier& barrier) {
 
 // The barrier at which a copy arrives. A copy sees a barrier's initialisation only after a fence.
 void check_fenced(Thread& t, Block& block, uint32_t address) {
-  const Barrier& barrier = barrier_at(t, block, address);
+  const Barrier& barrier = known_barrier_at(t, block, address);
   if (t.watched && block.threads[barrier.by]->thread.barrier_fences == barrier.fences)
     fail(t, "a copy that arrives at a barrier whose initialisation has no fence after it");
 }
@@ -83,6 +105,7 @@ void complete(Thread& t, Block& block, uint32_t barrier_address, uint32_t bytes,
 
 // A copy into shared memory is about to be issued.
 Issue begin_copy(Thread& t, Block& block, uint32_t address, uint32_t bytes) {
+  check_no_barrier(t, block, address, bytes);
   if (!t.watched) return {};
   const uint32_t clock = ++t.block->cluster->copy_clock;
   block.copied = clock;
@@ -135,6 +158,7 @@ Box box_of(Thread& t, uint64_t map, uint32_t c0, uint32_t c1, uint32_t c2, uint3
 void store_later(Thread& t, uint32_t from, uint32_t bytes, bool swizzles, std::function<void(const uint8_t*)> write) {
   shared_at(t, from, 16);
   shared_at(t, from + bytes - 16, 16);
+  check_no_barrier(t, *t.block, from, bytes);
   if (t.watched) {
     check_read(t, *t.block, t.warp->clocks, from, bytes, true);
     note_read(*t.block, *t.warp, from, bytes);
@@ -144,6 +168,7 @@ void store_later(Thread& t, uint32_t from, uint32_t bytes, bool swizzles, std::f
   const auto values = std::make_shared<std::vector<uint8_t>>();
   const auto read = [=] {
     if (!values->empty()) return;
+    check_no_barrier(*thread, *thread->block, from, bytes);
     if (thread->watched) {
       check_read(*thread, *thread->block, clocks, from, bytes, false);
       note_read(*thread->block, *thread->warp, from, bytes);
@@ -217,16 +242,30 @@ std::string unseen_copies(const Block& block) {
 
 // ---- machine.h -----------------------------------------------------------------------------------------------------
 
+void fail_at_barrier(Thread& t, uint32_t address, uint32_t bytes) {
+  check_no_barrier(t, *t.block, address, bytes);
+  std::abort();
+}
+
 void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals) {
-  shared_at(t, barrier, 8);
+  shared_at(t, barrier, kBarrierBytes);
+  if (t.watched) watch_write(t, barrier, kBarrierBytes);
   auto& made = t.block->barriers[barrier];
   made = std::make_unique<Barrier>();
   made->arrivals = made->pending = arrivals;
+  made->site = t.site;
   made->by = t.index, made->fences = t.barrier_fences;
+  t.block->barrier_words[barrier / 512] |= uint64_t{1} << barrier / 8 % 64;
+}
+void barrier_inval(Thread& t, uint32_t barrier) {
+  if (!barrier_at(t, *t.block, barrier).waiting.empty()) fail(t, "an mbarrier.inval while a thread waits at the barrier");
+  if (t.watched) watch_write(t, barrier, kBarrierBytes);
+  t.block->barriers.erase(barrier);
+  t.block->barrier_words[barrier / 512] &= ~(uint64_t{1} << barrier / 8 % 64);
 }
 void barrier_arrive(Thread& t, uint32_t address, bool in_cluster, uint32_t count) {
   Block& block = in_cluster ? block_at(t, address) : *t.block;
-  Barrier& barrier = barrier_at(t, block, address);
+  Barrier& barrier = known_barrier_at(t, block, address);
   if (barrier.pending < count) fail(t, "a barrier with more arrivals than expected");
   publish(t, barrier.clocks);
   barrier.pending -= count;
@@ -237,20 +276,21 @@ void barrier_expect(Thread& t, uint32_t address, uint32_t bytes) {
   barrier_arrive(t, address, false);
 }
 bool barrier_try_wait(Thread& t, uint32_t address, uint32_t parity) {
-  Barrier& barrier = barrier_at(t, *t.block, address);
-  if ((barrier.phase & 1) == parity) {
-    const uint64_t phase = barrier.phase;
-    barrier.waiting.push_back(&t);
+  Barrier* barrier = &known_barrier_at(t, *t.block, address);
+  if ((barrier->phase & 1) == parity) {
+    const uint64_t phase = barrier->phase;
+    barrier->waiting.push_back(&t);
     state_of(t).barrier = address;
     block_on(state_of(t), Wait::kBarrier);
-    if (barrier.phase != phase + 1) fail(t, "a wait that comes too late: the next phase has ended too");
+    barrier = &barrier_at(t, *t.block, address);  // it may have been invalidated since the end of the phase
+    if (barrier->phase != phase + 1) fail(t, "a wait that comes too late: the next phase has ended too");
   }
-  learn(t, barrier.done);
+  learn(t, barrier->done);
   if (t.watched) {
     const auto agent = uint16_t(t.warp->agent);
     const auto is_own = [&](const Barrier::Passed& x) { return x.agent == agent; };
-    if (std::none_of(barrier.passed.begin(), barrier.passed.end(), is_own))
-      barrier.passed.push_back({agent, t.warp->clocks.seen[agent], t.site});
+    if (std::none_of(barrier->passed.begin(), barrier->passed.end(), is_own))
+      barrier->passed.push_back({agent, t.warp->clocks.seen[agent], t.site});
   }
   return true;
 }

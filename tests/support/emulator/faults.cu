@@ -1,7 +1,7 @@
-// Small kernels, each right in one form and wrong in one way in each other form: a copy of a tile through shared memory
-// and a product of it; a second kernel that overlaps and copies the result; one whose warpgroups share registers; and two
-// kernels, one of which reads values that the other has published. The machine must find each wrong form. The argument is
-// the name of a fault, and the machine's words go to stdout.
+// Small kernels, each right in the forms none and barrier-freed, and wrong in one way in each other form: a copy of a tile
+// through shared memory and a product of it; a second kernel that overlaps and copies the result; one whose warpgroups
+// share registers; and two kernels, one of which reads values that the other has published. The machine must find each
+// wrong form. The argument is the name of a form, and the machine's words go to stdout.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -22,16 +22,28 @@ enum Fault : int {
   kNone, kNoWait, kNoFence, kNoSync, kTooManyBytes, kOutside, kUnaligned, kOverwritten, kLanes, kNoStoreWait, kPhases,
   kLatePhase, kLeft, kNoTensor, kReadOnly, kBlocks, kEarly, kNobodyWaits, kRaiseBelow,
   kLowerAbove, kRegistersNeverFree, kOneWarpRaises, kEndsBeforeRaise, kTwoLowers, kUnread, kUntold, kPublishedEarly,
-  kStoreGoesOn, kFaults
+  kStoreGoesOn, kBarrierWritten, kBarrierLate, kBarrierUntold, kBarrierEarly, kBarrierLoaded, kBarrierStored,
+  kBarrierTwice, kBarrierFreed, kBarrierFreedEarly, kFaults
 };
 const char* const names[kFaults] = {"none",      "no-wait",     "no-fence",  "no-sync", "too-many-bytes", "outside",
                                     "unaligned", "overwritten", "lanes",     "no-store-wait", "phases",   "late-phase",
                                     "left",      "no-tensor", "read-only",   "blocks",    "early",   "nobody-waits",
                                     "raise-below", "lower-above", "registers-never-free",
                                     "one-warp-raises", "ends-before-raise", "two-lowers",
-                                    "unread", "untold", "published-early", "store-goes-on"};
+                                    "unread", "untold", "published-early", "store-goes-on",
+                                    "barrier-written", "barrier-late", "barrier-untold", "barrier-early",
+                                    "barrier-loaded", "barrier-stored", "barrier-twice",
+                                    "barrier-freed", "barrier-freed-early"};
 
 constexpr int kBytes = 64 * 64 * 2;
+
+// Forms with a barrier in the third tile, from the start.
+template <int kFault>
+constexpr bool kThirdBarrier = kFault >= kBarrierLoaded;
+
+__device__ void mbarrier_invalidate(uint64_t* bar) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(bar)) : "memory");
+}
 
 // out = x + x^T x, in bf16, of one tile; 128 threads.
 template <int kFault>
@@ -41,16 +53,19 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
   launch_dependents();
   const uint32_t tile = shared_address(raw), result = tile + kBytes, bar = shared_address(&full);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  uint64_t* const third = reinterpret_cast<uint64_t*>(raw + 2 * kBytes) + 100;
   if (thread == 0) {
     mbarrier_init(&full, 1);
     mbarrier_init(&turns, 1);
+    if (kThirdBarrier<kFault>) mbarrier_init(third, 1);
+    if (kFault == kBarrierTwice) mbarrier_init(third, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
   if (thread == 0) {
     mbarrier_expect(bar, kBytes + (kFault == kTooManyBytes ? 16 : 0));
     tma_load(tile, &x, bar, 0, 0, 0, 0);
-    if (kFault == kLeft) {  // a copy that nobody waits for
+    if (kFault == kLeft || kFault == kBarrierLoaded) {  // a copy that nobody waits for
       mbarrier_expect(shared_address(&turns), kBytes);
       tma_load(result + kBytes, &x, shared_address(&turns), 0, 0, 0, 0);
     }
@@ -74,6 +89,19 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
     if (warp == 1) mbarrier_arrive_if(shared_address(&turns), lane == 0);
     if (kFault == kPhases && (warp == 1 || warp == 2)) named_barrier(2, 64);
     if (warp == 1) mbarrier_arrive_if(shared_address(&turns), lane == 0);
+  }
+  if (kFault == kBarrierWritten && thread == 5) store_shared_4(shared_address(&turns) + 4, 0);
+  if (kFault == kBarrierLate && thread == 32) store_shared_4(shared_address(third), 0);
+  if (kFault == kBarrierLate && thread == 64) mbarrier_init(third, 1);
+  if (kFault == kBarrierUntold && thread == 32) mbarrier_init(third, 1);
+  if (kFault == kBarrierUntold && warp == 2) mbarrier_arrive_if(shared_address(third), lane == 0);
+  if (kFault == kBarrierFreed || kFault == kBarrierFreedEarly) {
+    if (warp == 1) mbarrier_arrive_if(shared_address(third), lane == 0);
+    mbarrier_wait(shared_address(third), 0);
+    if (kFault == kBarrierFreed) __syncthreads();
+    if (thread == 0) mbarrier_invalidate(third);
+    __syncthreads();
+    if (thread == 5) store_shared_4(shared_address(third), 0);
   }
   if (kFault == kNoTensor && elements[64 * 64 + thread] == 1) d[0] = 0;
   if (kFault == kReadOnly) elements[thread] = 1;
@@ -104,8 +132,9 @@ __global__ void kernel(const __grid_constant__ CUtensorMap x, const __grid_const
   if (kFault != kNoFence) fence_async_proxy();
   if (kFault != kNoSync) __syncthreads();
   if (thread == 0) {
-    tma_store(&out, result, 0, 0, 0, 0);
+    tma_store(&out, kFault == kBarrierStored ? result + kBytes : result, 0, 0, 0, 0);
     tma_store_commit();
+    if (kFault == kBarrierEarly) mbarrier_init(third - kBytes / 8, 1);
     if (kFault != kNoStoreWait) tma_store_wait_read();
     if (kFault == kNoStoreWait) store_shared_4(result, 7);
   }

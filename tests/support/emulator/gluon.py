@@ -85,7 +85,12 @@ def _as_nvcc_writes(ptx: str) -> str:
 
 def _library_of(ptx: str, machine: Path) -> Path:
     """The kernel of a module, as a library."""
-    ((_, text),) = translate(_as_nvcc_writes(ptx), "the kernel's PTX").items()
+    ptx = _as_nvcc_writes(ptx)
+    # Messages quote its lines.
+    kept = FOLDER / f"kernel_{_named_by(ptx.encode())}.ptx"
+    if not kept.exists():
+        kept.write_text(ptx)
+    ((_, text),) = translate(ptx, str(kept)).items()
     text = text.replace("v_one_thread", "(t.index == 0 || t.index >= 128 && t.index % 32 == 0)")
     # The name contains the machine's, since two machines in a process would share their globals.
     source = FOLDER / f"kernel_{_named_by(machine.name.encode(), text.encode())}.cpp"

@@ -215,7 +215,8 @@ std::unique_ptr<Warp> make_warp(Block& block, uint32_t number, uint32_t lanes, u
   for (uint32_t lane = 0; lane < lanes; ++lane) {
     auto s = std::make_unique<State>();
     const uint32_t index = 32 * number + lane;
-    s->thread = {nullptr, &block, warp.get(), index, lane, 0, block.shared, block.shared_end, options.races, 0, 0};
+    s->thread = {nullptr, &block, warp.get(), index, lane, 0, block.shared, block.shared_end, block.barrier_words.data(),
+                 options.races, 0, 0};
     s->thread.stack_pointer = fresh_stack(block.rank * threads + index, s.get());
     warp->states.push_back(s.get());
     block.threads.push_back(std::move(s));
@@ -235,6 +236,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, Cluster& cluster, uint64
   block->shared_end = machine.kernel->dynamic_start + launch.dynamic_shared;
   block->shared = static_cast<uint8_t*>(std::aligned_alloc(1024, (block->shared_end + 1023) / 1024 * 1024));
   std::memset(block->shared, 0xff, block->shared_end);  // NaN
+  block->barrier_words.assign(block->shared_end / 512 + 1, 0);
   if (options.races) {
     block->words.assign(block->shared_end / 4 + 1, {});
     block->reads.assign(block->words.size() * cluster.warp_count, 0);

@@ -19,6 +19,7 @@ struct Thread {
   uint32_t site;         // the line of PTX that it is at, where it may wait or fail
   uint8_t* shared;       // of its block: address 0
   uint32_t shared_end;
+  const uint64_t* barriers;  // of its block: a bit for each 8 bytes of shared memory, set where a barrier is
   bool watched;      // whether accesses are looked at for races
   uint32_t fences;   // fence.proxy.async so far
   uint32_t barrier_fences;  // the same, and fence.mbarrier_init
@@ -327,10 +328,16 @@ void watch_write(Thread& t, uint32_t address, uint32_t bytes);
 // Where shared memory begins: below is what the system keeps.
 constexpr uint32_t kSharedStart = 1024;
 
+[[noreturn]] void fail_at_barrier(Thread& t, uint32_t address, uint32_t bytes);
+
+// bytes: a power of two up to 256. From mbarrier.init to mbarrier.inval PTX defines no access to the memory of a barrier but
+// by the operations of barriers.
 inline uint8_t* shared_at(Thread& t, uint32_t address, uint32_t bytes) {
   if (address < kSharedStart || address > t.shared_end || t.shared_end - address < bytes)
     fail(t, "an access outside of the block's shared memory");
   if (address % bytes) fail(t, "an access to shared memory that is not aligned");
+  const uint64_t words = bytes <= 8 ? 1 : (uint64_t{1} << bytes / 8) - 1;
+  if (t.barriers[address / 512] >> address / 8 % 64 & words) fail_at_barrier(t, address, bytes);
   return t.shared + address;
 }
 // `bytes`: of the whole vector, whose element `i` is meant.
@@ -394,6 +401,7 @@ void cluster_wait(Thread& t);
 // ---- barriers in shared memory, and copies ---------------------------------------------------------------------
 
 void barrier_init(Thread& t, uint32_t barrier, uint32_t arrivals);
+void barrier_inval(Thread& t, uint32_t barrier);
 void barrier_arrive(Thread& t, uint32_t barrier, bool in_cluster, uint32_t count = 1);
 void barrier_expect(Thread& t, uint32_t barrier, uint32_t bytes);
 bool barrier_try_wait(Thread& t, uint32_t barrier, uint32_t parity);

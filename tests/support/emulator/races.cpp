@@ -4,6 +4,7 @@
 // who wrote it last, and when each warp last read it: an access must know of all that it conflicts with. Within a warp a
 // lane reads what another one wrote only behind __syncwarp or a barrier. What WGMMA and TMA read must have
 // fence.proxy.async after its write, in the thread that wrote it or, with Options::readers_fence, in the one that reads.
+// mbarrier.init and mbarrier.inval write the memory of a barrier, and other operations of threads read it.
 #include <sstream>
 
 #include "threads.h"

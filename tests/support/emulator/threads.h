@@ -56,6 +56,7 @@ struct Barrier {  // an mbarrier
   uint32_t arrivals = 0, pending = 0;
   int64_t bytes = 0;
   uint64_t phase = 0;
+  uint32_t site = 0;            // of its initialisation
   uint32_t by = 0, fences = 0;  // the thread that initialised it, and its Thread::barrier_fences then
   Clocks clocks{}, done{};
   std::vector<Thread*> waiting;
@@ -145,6 +146,7 @@ struct Block {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<std::unique_ptr<State>> threads;
   std::unordered_map<uint32_t, std::unique_ptr<Barrier>> barriers;
+  std::vector<uint64_t> barrier_words;  // Thread::barriers
   std::array<Named, 16> named;
   uint32_t free_registers = 0;  // of those that the block had at launch; here a warp that ends gives none back
   struct Raise {

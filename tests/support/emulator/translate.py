@@ -340,8 +340,8 @@ class _Translation:
 
     def _mbarrier(self, x: Instruction) -> str:
         operands = [self.address(y) if "[" in y else self.value(y) for y in x.operands]
-        if x.opcode[1] == "init":
-            return self._call(x, "barrier_init", *operands)
+        if x.opcode[1] in ("init", "inval"):
+            return self._call(x, f"barrier_{x.opcode[1]}", *operands)
         if x.opcode[1] == "try_wait":
             return self._call(x, "barrier_try_wait", *operands[1:], to=x.operands[0])
         if x.opcode[1] == "arrive" and x.operands[0] == "_":
