@@ -53,7 +53,7 @@ DOCUMENTS = (
     "docs/engines.md",
 )
 ROWS = ROOT / "build" / "rows"
-# The first runs with the kernels that the default install has today.
+# The day of the first runs with the kernels that the default install has now.
 SINCE = "2026-11-27"
 OTHERS = ("FLA", "FlashInfer", "FlashQLA")
 SMALL = "Forward, small and odd shapes too"
@@ -191,10 +191,10 @@ def all_ratios(files: Iterable[Path]) -> list[Ratio]:
         records = read(path)
         reader = readers.get(kind_of(records))
         ratios = reader(records) if reader else forward_ratios(Run(path))
-        day = str(head_of(records)["date"]).split(" ")[0]
+        date = str(head_of(records)["date"]).split(" ")[0]
         for ratio in ratios:
             found.pop(ratio[:5], None)  # those of later dates come last
-            found[ratio[:5]] = ratio._replace(date=day)
+            found[ratio[:5]] = ratio._replace(date=date)
     # The files are in the order of their dates.
     latest = {(x.what, x.other): x.date for x in found.values() if x.install == DEFAULT}
     shown = [

@@ -261,8 +261,9 @@ class GatedDeltaNetCache:
 # What an error says of the argument `window`.
 WINDOWS: Final = 'be True, False or "auto"'
 # With fewer float32 or 16-bit states, slots times value heads, a layer's step is slower with a
-# window: it then saves less time than the launches that count the tokens take. Chosen by the times
-# of a layer with 256 and 2048 states on an H100, and of a step with 512 and 1024 on an H200.
+# window: the window then saves less time than the launches that count the tokens take. The numbers
+# follow from the times of a layer with 256 and 2048 states on an H100, and of a step with 512 and
+# 1024 states on an H200.
 LEAST_STATES, LEAST_NARROW_STATES = 1024, 2048
 
 

@@ -18,6 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from backward_cases import STRENGTHS as OF_BACKWARD
+from backward_cases import every_nth
 from emulator.gluon import emulated
 from gluon_gradients import check_gradients
 from helpers import BF16, FP16, FP32, FP64, Case, Inputs, assert_within_budget, make_inputs
@@ -39,29 +41,19 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "none": torch.zeros_like,
     "strong": lambda g: 60 * g,
     # About 2^-150 in a chunk, but for a token that grows in the second one.
-    "steep": lambda g: torch.where(_every_100th(g), torch.full_like(g, 1.0), 0.1 * g - 1.6),
+    "steep": lambda g: torch.where(every_nth(g, 100), torch.full_like(g, 1.0), 0.1 * g - 1.6),
     "growing": lambda g: -0.02 * g,
     # Some heads forget everything at some tokens.
     "far": lambda g: torch.where(_every_37th(g), torch.full_like(g, -80.0), 0.05 * g),
     # A segment of two chunks forgets its start by its last chunk alone, but not by both.
     "returning": lambda g: torch.where(_every_second_chunk(g), 0.75, -0.75) + 0 * g,
-    # Tokens that decay and tokens that do not, in turn. The sums of two such tokens are equal, but
-    # one of them, where a whole number lies between their roundings, is rounded to more.
-    "alternating": lambda g: torch.where(_every_second(g), 0.0, -37.661) + 0 * g,
+    "alternating": OF_BACKWARD["alternating"],
     "infinite": lambda g: torch.where(_every_37th(g), torch.full_like(g, -torch.inf), 0.05 * g),
 }
 
 
-def _every_100th(g: Tensor) -> Tensor:
-    return (torch.arange(g.shape[1]) % 100 == 99)[None, :, None]
-
-
 def _every_37th(g: Tensor) -> Tensor:
     return (torch.arange(g.shape[1]) % 37 == 5)[None, :, None]
-
-
-def _every_second(g: Tensor) -> Tensor:
-    return (torch.arange(g.shape[1]) % 2 == 1)[None, :, None]
 
 
 def _every_second_chunk(g: Tensor) -> Tensor:

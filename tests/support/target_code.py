@@ -260,7 +260,7 @@ def loads_in_flight(sass: str) -> list[str]:
 
 
 def shared_address(operands: str) -> int | None:
-    """The constant part of an address as [R4+UR9+0x2c0a0]."""
+    """The constant part of an address as [R4+UR9+0x2c0a0], or None if there is none."""
     match = re.search(r"\[(?:U?R\w+\s*\+\s*)*(0x[0-9a-f]+)\]", operands)
     return int(match[1], 16) if match else None
 

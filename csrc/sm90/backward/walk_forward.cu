@@ -135,7 +135,7 @@ GDN_DEVICE void make_pairs(WalkMemory& sm, uint32_t it, int warp, float& own0, f
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const short2 c = reinterpret_cast<const short2*>(factors.power)[4 * j + lane % 4];
-      // Entries above the diagonal, which may overflow, are masked below. The other exponents are
+      // Entries above the diagonal may overflow, and are masked later. The other exponents are
       // above 0 where tokens grow, or where equal sums are rounded to both sides of a whole number.
       const float x0 = power_of_two_float(min(d0 - c.x, kMostExponent)),
                   x1 = power_of_two_float(min(d0 - c.y, kMostExponent));

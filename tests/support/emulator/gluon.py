@@ -86,7 +86,7 @@ def _as_nvcc_writes(ptx: str) -> str:
 def _library_of(ptx: str, machine: Path) -> Path:
     """The kernel of a module, as a library."""
     ptx = _as_nvcc_writes(ptx)
-    # Messages quote its lines.
+    # Messages quote lines of this file.
     kept = FOLDER / f"kernel_{_named_by(ptx.encode())}.ptx"
     if not kept.exists():
         kept.write_text(ptx)
