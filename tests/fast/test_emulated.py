@@ -69,7 +69,7 @@ WITHOUT_RACES = {
     "barrier-stored": IN_BARRIER,
 }
 CASES = (
-    "forward-.*-bfloat16|backward-(heads|alone|empties|uneven|"
+    "forward-.*-bfloat16|prefill-skipped-bfloat16|backward-(heads|alone|empties|uneven|"
     "options-(128-128-bfloat16|96-192-float16)|gates-(model|closed|alternating|growing))"
 )
 
@@ -142,9 +142,9 @@ def aborting_runtime(folder: Path) -> Path:
 @pytest.mark.long(160)
 @pytest.mark.timeout(1800)  # three minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
-    """The forward in bf16 at K = V = 128, the backward in both dtypes and with a slice and a half,
-    whole and in segments, from states of the forward too, and the walks of wide keys: within their
-    budgets, with an end, and with no access that races."""
+    """The forward in bf16 at K = V = 128, with a skipped sequence of a pool too, the backward in
+    both dtypes and with a slice and a half, whole and in segments, from states of the forward too,
+    and the walks of wide keys: within their budgets, with an end, and with no access that races."""
     build(tmp_path, heads="^heads_128(_exact(_pool)?)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
@@ -154,7 +154,7 @@ def test_kernels(tmp_path: Path) -> None:
     # The backward cuts both walks only where a long sequence leaves most multiprocessors idle, and
     # deals segments of the walk forward only where uneven sequences leave some idle.
     runs = (
-        *((CASES, 4, 19), ("backward-dealt", 16, 3)),
+        *((CASES, 4, 20), ("backward-dealt", 16, 3)),
         ("backward-cut(-packed-forgets|-several)?$", 132, 3),
         ("backward-kept-(chunks|multiples|cut-several)", 132, 3),
         # Triangles beside the walk back, of steep chunks too.

@@ -36,14 +36,15 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     }
     return more;
   };
-  // Issues k k^T of chunk `it`. After the last chunk the operand is stale and the result unused:
-  // with a branch around the product the compiler would wait for it at once.
-  const auto begin_chunk = [&](const Triangles<C>& own, bool exists) {
+  // Issues k k^T of chunk `it`. If there is no such chunk, the operand is what lies in the stage of
+  // chunk `otherwise`, which the loader must not be writing, and the result is unused: with a
+  // branch around the product the compiler may wait for it at once.
+  const auto begin_chunk = [&](const Triangles<C>& own, bool exists, uint32_t otherwise) {
     if (exists) {
       wait(sm.k_full[it % C::kKStages], it / C::kKStages & 1);
       if (walk.rows() < kChunk) clear_tail(sm, own, walk.rows(), it % C::kKStages);
     }
-    const uint32_t tile = shared_address(sm.k[it % C::kKStages]);
+    const uint32_t tile = shared_address(sm.k[(exists ? it : otherwise) % C::kKStages]);
     own.issue_product(kk, tile, tile);
   };
   const auto finish_kk = [&] {
@@ -61,7 +62,7 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     ++it;
     q.advance();
   }
-  begin_chunk(here(), more);
+  begin_chunk(here(), more, it);
   finish_kk();
 #pragma unroll 1
   while (more) {
@@ -78,12 +79,12 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
       own.issue_product(qk, shared_address(sm.q[q_now]), shared_address(sm.k[now % C::kKStages]));
     } else {
       static_assert(C::kInverses == 1);
-      arrive(sm.k_empty[now % C::kKStages], lead);
       more = walk.next_or_empty();
       ++it;
       q.advance();
       at_empty = more && walk.at_empty();
-      begin_chunk(own, more && !at_empty);
+      // Past an empty tile the loader already loads the next tile's k into the stage of chunk `it`.
+      begin_chunk(own, more && !at_empty, now);
     }
     wait(sm.t_empty[t], now / kTStages & 1 ^ 1);
     own.invert(shared_address(sm.t[t]));
@@ -100,14 +101,19 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
       arrive(sm.p_full[p], lead);
       arrive(sm.q_empty[q_now], lead);
       more = next();
-      begin_chunk(own, more);
+      begin_chunk(own, more, it);
     }
     arrive(sm.gates_empty[now % C::kGateStages], lead);
     finish_kk();
-    if (!C::kInversesMakeP && at_empty) {
-      more = walk.begin();
-      begin_chunk(here(), more);
-      finish_kk();
+    if constexpr (!C::kInversesMakeP) {
+      // Only here, because the product may have read this k in place of a chunk that does not
+      // exist. The states return it later still, since they wait for T first.
+      arrive(sm.k_empty[now % C::kKStages], lead);
+      if (at_empty) {
+        more = walk.begin();
+        begin_chunk(here(), more, it);
+        finish_kk();
+      }
     }
   }
 }

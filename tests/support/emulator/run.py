@@ -63,6 +63,8 @@ FORWARD = [
 PREFILL = [
     fast_case("packed", "", lengths=(70, 0, 65, 130, *(0,) * 6, 1, 200), orphans=70, H=1, HV=2),
     fast_case("padded", "", T=150, B=4, H=1, HV=1),
+    # On four multiprocessors each block has a tile of the skipped sequence between two others.
+    fast_case("skipped", "", T=70, B=3, H=1, HV=4),
     fast_case("segments", "", lengths=(3200,), H=1, HV=1),
 ]
 BACKWARD = [
