@@ -22,7 +22,6 @@ namespace {
 
 std::mutex mutex;
 std::string message;                            // of the last launch that failed
-cudaError_t last_error = cudaSuccess;           // until somebody asks
 std::map<const void*, std::string> names;       // of kernels, by the host's stub
 std::map<std::string, const emulator::Kernel*> kernels;
 uint64_t launches = 0;
@@ -68,7 +67,7 @@ const emulator::Kernel* kernel_of(const std::string& name) {
 }
 
 cudaError_t failed(cudaError_t error) {
-  last_error = error;
+  emulator::last_error = error;
   return error;
 }
 
@@ -179,8 +178,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* st
 // Functions that the library calls by name.
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() {
-  const cudaError_t error = last_error;
-  last_error = cudaSuccess;
+  const auto error = cudaError_t(emulator::last_error);
+  emulator::last_error = cudaSuccess;
   return error;
 }
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : message.c_str(); }

@@ -1,7 +1,7 @@
 // Small kernels, each right in the forms none and barrier-freed, and wrong in one way in each other form: a copy of a tile
 // through shared memory and a product of it; a second kernel that overlaps and copies the result; one whose warpgroups
 // share registers; and two kernels, one of which reads values that the other has published. The machine must find each
-// wrong form. The argument is the name of a form, and the machine's words go to stdout.
+// wrong form. Each argument is the name of a form, and the machine's words go to stdout, a line a form.
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -234,7 +234,8 @@ cudaError_t launch_beside(void (*kernel)(Parameters...), unsigned threads, const
 
 template <int kFault>
 std::string run_published(const CUtensorMap& map, uint16_t (&out)[64 * 64], uint16_t (&copied)[64 * 64]) {
-  static int there = 0;
+  static int there;
+  there = 0;
   emulator_allow(reinterpret_cast<uint64_t>(&there), sizeof there, 1);
   for (const uint16_t* memory : {out, copied}) emulator_allow(reinterpret_cast<uint64_t>(memory), kBytes, 1);
   give<kFault><<<1, 64, 2 * kBytes>>>(map, &there);
@@ -285,4 +286,9 @@ std::string run_named(const std::string& name) {
 }
 }  // namespace
 
-int main(int, char** arguments) { std::puts(run_named(arguments[1]).c_str()); }
+int main(int, char** arguments) {
+  while (*++arguments) {
+    std::puts(run_named(*arguments).c_str());
+    emulator_end_call();
+  }
+}

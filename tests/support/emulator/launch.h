@@ -40,6 +40,10 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128, "it lies in a CUtensorMap");
 
+// The cudaError_t of the last function of the runtime that failed, until somebody asks for it. It ends with the call:
+// the next call asks after each launch, and would take the error for that of its own launch.
+extern int last_error;
+
 // Runs all blocks; why not, or "".
 std::string run(const Kernel& kernel, const Launch& launch, const Options& how);
 

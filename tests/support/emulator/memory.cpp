@@ -118,6 +118,8 @@ void look_inside(Thread& t, uint64_t address, uint64_t bytes, bool writes) {
 
 }  // namespace
 
+int last_error = 0;
+
 void watch_global(Thread& t, uint64_t address, uint64_t bytes, GlobalAccess how, uint32_t copy) {
   const auto params = reinterpret_cast<uint64_t>(machine.launch->params);
   if (address >= params && address < params + kMostParameters) return;  // by a generic address
@@ -229,6 +231,7 @@ int emulator_end_call() {
   emulator::published.clear();
   emulator::last_page = nullptr;
   emulator::first_of_call = true;
+  emulator::last_error = 0;
   return ended;
 }
 }
