@@ -47,6 +47,22 @@ def test_kernels_compile(backend: str, arch: str) -> None:
     assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.long(60)
+def test_sums_have_one_order() -> None:
+    """The same tokens, packed and padded, and as many as a multiple of 16 or not."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "MLIR_DISABLE_MULTITHREADING": "1"}
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "sum_layouts.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
 def test_unwritten_registers_are_found() -> None:
     """Lines of real kernels: one whose second descriptor starts from UR8, which nothing wrote, the
     same with UR16, which the lines before did write, and the upper half of a register, taken into

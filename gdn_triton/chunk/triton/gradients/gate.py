@@ -53,7 +53,18 @@ class ChunkGradients(NamedTuple):
     across: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["B", "T", "NT", "SLOTS"])
+# The compiler chooses the register layout of the sums over a chunk by the alignment of these
+# operands, and the layout fixes the order of the sums. The compiler must not know the alignment:
+# rows of a padded call are aligned if its tokens are a multiple of 16, and rows of a packed call
+# are not.
+OPERANDS = ("beta_used", "g", "beta")
+STRIDES = tuple(f"stride_{name}{d}" for name in ("g", "beta", "used") for d in "bth")
+
+
+@triton.jit(
+    do_not_specialize=["B", "T", "NT", "SLOTS"],
+    do_not_specialize_on_alignment=[*OPERANDS, *STRIDES],
+)
 def gate_bwd_kernel(
     pair_shares,
     shares,
