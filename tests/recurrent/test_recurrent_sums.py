@@ -41,6 +41,7 @@ def column_sums_kernel(
     ROWS: tl.constexpr,
     FOLD: tl.constexpr,
     V_FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     i, j = tl.arange(0, K // ROWS), tl.arange(0, V)
     tiles, b_q, b_k = (), (), ()
@@ -49,7 +50,7 @@ def column_sums_kernel(
         tiles += (tl.load(s + i_k[:, None] * V + j[None, :]),)
         b_q += (tl.load(q + i_k),)
         b_k += (tl.load(k + i_k),)
-    sq, sk = column_sums(tiles, 0, b_q, b_k, ROWS, FOLD, V_FIRST)
+    sq, sk = column_sums(tiles, 0, b_q, b_k, ROWS, FOLD, V_FIRST, WHOLE)
     tl.store(out + j, sq)
     tl.store(out + V + j, sk)
 
@@ -93,16 +94,18 @@ def test_products(kind: str, K: int, device: str) -> None:
     assert same_bits(products_of(q[order], k[order]), found)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("fold", [0, 1, 3])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_column_sums(rows: int, fold: int, v_first: bool, device: str) -> None:
+def test_column_sums(rows: int, fold: int, v_first: bool, whole: bool, device: str) -> None:
     """Every row counts once, whatever is folded."""
     K, V = 32, 16
     s, q, k = torch.randn(K, V), torch.randn(K), torch.randn(K)
     s, q, k = s.to(device), q.to(device), k.to(device)
     out = torch.empty(2, V, device=device)
-    column_sums_kernel[(1,)](s, q, k, out, K, V, rows, fold, v_first, num_warps=1, **UNFUSED)
+    sizes = (K, V, rows, fold, v_first, whole)
+    column_sums_kernel[(1,)](s, q, k, out, *sizes, num_warps=1, **UNFUSED)
     for x, found in ((q, out[0]), (k, out[1])):
         exact = x.double() @ s.double()
         most = x.double().abs() @ s.double().abs()

@@ -438,7 +438,7 @@ def recurrent_fwd_kernel(
         for part in tl.static_range(PARTS):
             in_v = o_v < V - part * BV
             b_o, stored = column_sums(
-                tiles, part * ROWS, read_q, read_k, ROWS, FOLD, STATE_V_FIRST
+                tiles, part * ROWS, read_q, read_k, ROWS, FOLD, STATE_V_FIRST, K == BK
             )  # fmt: skip
             b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
             b_o, stored = like_columns(b_o, token_v[part]), like_columns(stored, token_v[part])

@@ -70,11 +70,13 @@ def pieces_of(x, FOLD: tl.constexpr, STATE_V_FIRST: tl.constexpr):
 @triton.jit
 def column_sums(
     tiles, FIRST: tl.constexpr, q, k, ROWS: tl.constexpr, FOLD: tl.constexpr,
-    STATE_V_FIRST: tl.constexpr, SHARED: tl.constexpr = False
+    STATE_V_FIRST: tl.constexpr, WHOLE: tl.constexpr, SHARED: tl.constexpr = False
 ):  # fmt: skip
     """Returns S^T q and S^T k, where S is the ROWS tiles from tile FIRST on, and q and k come in as
     many pieces. A thread first adds its own rows with fused multiply-adds in the order written
-    here. Then threads share their sums. SHARED: so do warps, which changes no bit."""
+    here. Then threads share their sums. WHOLE: K fills its block. The loads of a value-first state
+    then have one layout in all forms, and a sum has one order. SHARED: warps share their sums too,
+    which changes no bit."""
     sum_q, sum_k = 0.0, 0.0
     for i in tl.static_range(ROWS):
         b_h = tiles[FIRST + i].to(tl.float32)
@@ -88,7 +90,7 @@ def column_sums(
             else:
                 sum_q = tl.fma(h[j], q_pieces[j], sum_q)
                 sum_k = tl.fma(h[j], k_pieces[j], sum_k)
-    if STATE_V_FIRST:
+    if STATE_V_FIRST and WHOLE:
         return tl.sum(sum_q, 0), tl.sum(sum_k, 0)
     sums = tl.join(sum_q, sum_k)
     return tl.split(sum_of_shared_rows(sums) if SHARED else sum_of_rows(sums))

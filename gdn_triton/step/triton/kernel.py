@@ -156,7 +156,8 @@ def layer_step_kernel(
         decay = tl.sum(tl.where(o_t == t, decays, 0.0), 0)
         of_v = tl.sum(tl.where(o_t == t, betas, 0.0), 0)
         b_v = tl.sum(tl.where(o_tile == t, v_bits, 0), 1).to(tl.float32, bitcast=True)
-        b_o, stored = column_sums((b_h,), 0, (b_q,), (b_k,), 1, FOLD, STATE_V_FIRST, SHARED)
+        b_o, stored = column_sums((b_h,), 0, (b_q,), (b_k,), 1, FOLD, STATE_V_FIRST, K == BK,
+                                  SHARED)  # fmt: skip
         b_o, stored = b_o * (of_q * decay), stored * (of_k * decay)
         b_v = (b_v - stored) * of_k
         b_v *= of_v

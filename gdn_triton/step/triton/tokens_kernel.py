@@ -247,7 +247,7 @@ def layer_tokens_kernel(
             tile = tiles[0]
         b_k = token_k[t].to(tl.float32)
         b_o, stored = column_sums((tile,), 0, (token_q[t].to(tl.float32),), (b_k,), 1, FOLD,
-                                  STATE_V_FIRST, SHARED)  # fmt: skip
+                                  STATE_V_FIRST, K == BK, SHARED)  # fmt: skip
         b_o, stored = b_o * of_token[6 * t], stored * of_token[6 * t + 1]
         b_v = (token_v[t].to(tl.float32) - stored) * of_token[6 * t + 2]
         b_v *= of_token[6 * t + 3]
