@@ -219,7 +219,7 @@ def test_nan_in_rows_of_nobody(device: str) -> None:
     x, S = packed(CASES[1], device), len(LENGTHS)
     y = layer_step(**copied(x))
     of_row = token_sequences(x)
-    nobody = (of_row < 0) | (of_row == 1)
+    nobody = ((of_row < 0) | (of_row == 1)).to(device)
     assert S > 1 and nobody.any()
     for name in ("mixed_qkv", "a", "b", "gate"):
         x[name] = torch.where(nobody.view(-1, *(1,) * (x[name].dim() - 1)), torch.nan, x[name])
