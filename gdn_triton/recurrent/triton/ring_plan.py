@@ -18,6 +18,7 @@ from gdn_triton.recurrent.triton.rings import ring_fold_kernel, ring_restart_ker
 from gdn_triton.recurrent.triton.window import window_fwd_kernel
 from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_form import (
+    FEW_STATES,
     MOST_STATES,
     WindowForm,
     early_form,
@@ -41,8 +42,11 @@ def step_form(p: RingProblem) -> WindowForm:
     their dtype."""
     matches = p.state_dtype == p.q_dtype and p.q_dtype.itemsize == 2
     if (p.K, p.V) == (128, 128) and p.q_dtype == torch.bfloat16:
+        states = p.N * p.HV
+        if not matches and states > FEW_STATES:
+            return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
         # Programs with all columns have not been timed with rings.
-        form = early_form(2 if matches else 4, True, min(p.N * p.HV, MOST_STATES))
+        form = early_form(2 if matches else 4, True, min(states, MOST_STATES))
         assert form is not None
         return form
     return window_form(2 if matches else 4, one_token=True)

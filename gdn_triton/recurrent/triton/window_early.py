@@ -13,6 +13,7 @@ from gdn_triton.recurrent.triton.window_records import (
     factors_of,
     fold_records,
     folds_of,
+    in_float32,
     load_pieces,
     outer,
     padded_with_zeros,
@@ -164,6 +165,10 @@ def window_early_fwd_kernel(
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     o_k, o_i, o_r = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR)
+    # Each warp computes the sums of q and k from pieces of NI elements, so no sum needs a barrier.
+    NI: tl.constexpr = min(KI, 32)
+    LINES: tl.constexpr = 2 if KI > NI else 1
+    o_n = tl.arange(0, NI)
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
 
@@ -192,8 +197,10 @@ def window_early_fwd_kernel(
                                  mask=(o_y == 0)[:, None] & in_i[None, :], other=0),)  # fmt: skip
             yk_loads += (tl.load(p_k + o_y[:, None] * 0 + i_k[None, :] * stride_kk,
                                  mask=(o_y == 1)[:, None] & in_i[None, :], other=0),)  # fmt: skip
-        q_loads += (tl.load(p_q + i_k * stride_qk, mask=in_i, other=0),)
-        k_loads += (tl.load(p_k + i_k * stride_kk, mask=in_i, other=0),)
+    for i in tl.static_range(BK // NI):
+        in_n = below(o_n, i * NI, K, BK)
+        q_loads += (tl.load(p_q + (o_n + i * NI) * stride_qk, mask=in_n, other=0),)
+        k_loads += (tl.load(p_k + (o_n + i * NI) * stride_kk, mask=in_n, other=0),)
     # Only one of the programs whose value heads share a key head writes the key's record.
     stored_k = tl.where((i_v == 0) & (i_hv % (HV // H) == 0), K, 0)
     raw_k = tl.load(p_k + o_k * stride_kk, mask=o_k < stored_k, other=0)
@@ -251,21 +258,20 @@ def window_early_fwd_kernel(
     tl.debug_barrier()
     if RELEASE:
         gdc_launch_dependents()
-    if DOT and BV > 32:
-        # No program returns here, because N is the number of sequences. float32 states would spill,
-        # and with few columns the branch takes more time than the instructions moved up.
+    if (DOT or not RING) and BV > 32:
+        # No program returns here, because N is the number of sequences. The programs for float32
+        # states of rings have half the registers and would spill. With few columns the branch takes
+        # more time than the instructions moved up.
         if i_n >= N:
             return
 
-    y_pieces, q_pieces, k_pieces = (), (), ()
-    for i in tl.static_range(KO):
-        if not PIPELINED:
-            y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
-        q_pieces += (q_loads[i].to(tl.float32),)
-        k_pieces += (k_loads[i].to(tl.float32),)
+    y_pieces = ()
+    for i in tl.static_range(0 if PIPELINED else KO):
+        y_pieces += (tl.trans(tl.where((o_y == 1)[:, None], yk_loads[i], yq_loads[i])),)
+    q_pieces, k_pieces = in_float32(q_loads, BK // NI), in_float32(k_loads, BK // NI)
     b_beta, b_g, of_q, of_k, qk = factors_of(
-        q_pieces, k_pieces, raw_beta, raw_g, A_log, b_A, bias, scale, KO, EPS, THRESHOLD,
-        USE_QK_L2NORM, BETA_FACTOR
+        q_pieces, k_pieces, raw_beta, raw_g, A_log, b_A, bias, scale, BK // NI, EPS,
+        THRESHOLD, USE_QK_L2NORM, BETA_FACTOR, LINES
     )  # fmt: skip
 
     if RING:

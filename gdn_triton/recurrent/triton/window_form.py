@@ -36,12 +36,9 @@ FEW_STATES = 512
 # the states: with 32 states 6 percent faster, with 256 slower.
 LEAST_STATES = 128
 # With more 16-bit states than this a program has all columns of a state: it computes the products
-# of a token and of the records' keys once. With 8192 states on an H200 such programs were 5 percent
-# faster, and 8 percent with key-first states; with 2048 states they were slower.
-MOST_STATES = 4096
-# With more float32 states than this a program has half the warps. On an H200 a step with 16384
-# states was then 5 percent faster, and steps with 8192 and 2048 states were as fast.
-MOST_WIDE_STATES = 8192
+# of a token and of the records' keys once. On an H200 such programs were 4 percent faster with 4096
+# states, 8 percent with 16384, and 3 percent slower with 2048.
+MOST_STATES = 2048
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
@@ -102,9 +99,9 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
         return WindowForm(BV=128, warps=4, KI=64, FI=32, dot=True, early=True, registers=128)
     if few:
         return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True, records_first=True)
-    if states > MOST_WIDE_STATES:
-        return WindowForm(BV=64, warps=2, KI=32, FI=32, early=True, registers=255)
-    return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
+    # On an H200 programs of four warps, with half the registers, took 6 to 8 percent longer: ptxas
+    # put instructions that wait for the token and the records before the last loads of the state.
+    return WindowForm(BV=64, warps=2, KI=32, FI=32, early=True, registers=255)
 
 
 def few_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:

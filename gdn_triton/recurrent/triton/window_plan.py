@@ -129,9 +129,10 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
 def _releases(p: RecurrentProblem) -> bool:
     """Returns whether the programs of the next dependent launch may start before those of this step
     end. A step that has many states, and therefore several programs for each place on a
-    multiprocessor, then took 1 microsecond less in a row of steps. With few states some
-    multiprocessors got more programs than others, and float32 states were spilled."""
-    return p.state_dtype.itemsize <= 2 and p.N * p.HV > FEW_STATES
+    multiprocessor, then took 1 to 2 microseconds less in a row of steps. With few states some
+    multiprocessors got more programs than others. Drafts of float32 states were spilled."""
+    narrow = p.state_dtype.itemsize <= 2
+    return (narrow or _takes_one(p)) and p.N * p.HV > FEW_STATES
 
 
 # These arguments of the kernel for one token belong to a layer's step.
