@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gdn_triton._host.arguments import (
     check_devices,
@@ -31,10 +32,11 @@ __all__ = ["GatedDeltaNetCache", "empty_cache"]
 class SlotPositions(NamedTuple):
     """The positions of a call's sequences, and their rows in the cache.
 
-    rows: [N], int64, indices into `positions` of the cache. now: [N], int32, the positions.
+    rows: [N], int32 or int64, indices into `positions` of the cache. None: `now` is a part of
+    `positions`. now: [N], int32, the positions.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     now: Tensor
 
 
@@ -69,6 +71,8 @@ class GatedDeltaNetCache:
     window: StepWindow | None = None
     positions: Tensor | None = None
     counters: Tensor | None = None
+    # The source of `index_add_`, a 1 on the device. To make it in each step takes a launch.
+    _one: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_skip(self.skip)
@@ -85,6 +89,8 @@ class GatedDeltaNetCache:
             if pool is not None and 0 not in pool.shape:
                 check_own_memory(name, (pool.shape, pool.stride(), pool.dtype))
         self._check_window()
+        if self.positions is not None:
+            object.__setattr__(self, "_one", self.positions.new_ones(()))
 
     @property
     def slots(self) -> int:
@@ -187,19 +193,30 @@ class GatedDeltaNetCache:
         if self.window is not None and self.positions is not None:
             self._fill((self.positions, self.window.start), slots)
 
-    def slot_positions(self, slots: Tensor) -> SlotPositions:
-        """Returns the positions of these slots, for a step with the window."""
+    def slot_positions(self, slots: Tensor, *, are_first: bool = False) -> SlotPositions:
+        """Returns the positions of these slots, for a step with the window. are_first: slots are
+        the first slots of the cache in order, whose positions take no launch."""
         assert self.positions is not None
-        # Padding becomes -1, which indexes the last row, or 0, which no sequence uses.
-        rows = slots.clamp(min=LAST_SKIPPED[self.skip]).long()
-        return SlotPositions(rows, self.positions[rows])
+        last_skipped = LAST_SKIPPED[self.skip]
+        if are_first:
+            return SlotPositions(None, self.positions.narrow(0, last_skipped + 1, slots.shape[0]))
+        # One launch gives padding the last row. torch.where takes a second launch for its number,
+        # and indexing would take another one to convert int32.
+        rows = F.threshold(slots, last_skipped, self.slots)
+        return SlotPositions(rows, self.positions.index_select(0, rows))
 
     def advance(self, given: SlotPositions, tokens: int | Tensor) -> None:
         """Counts the tokens of a step with the window. tokens: the number for each sequence, or for
         all."""
-        assert self.positions is not None
+        assert self.positions is not None and self._one is not None
         with writing(self.positions):
-            self.positions[given.rows] = (given.now + tokens).to(self.positions.dtype)
+            if given.rows is None:
+                given.now.add_(tokens)
+            elif isinstance(tokens, Tensor):
+                self.positions.index_add_(0, given.rows, tokens.to(self.positions.dtype))
+            else:
+                ones = self._one.expand_as(given.now)
+                self.positions.index_add_(0, given.rows, ones, alpha=tokens)
 
     def _pool(self, name: Literal["conv_state", "recurrent_state"]) -> Tensor:
         pools = {"conv_state": self.conv_state, "recurrent_state": self.recurrent_state}

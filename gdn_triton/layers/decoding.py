@@ -39,6 +39,7 @@ def step(
     cache: GatedDeltaNetCache,
     slots: Tensor,
     *,
+    are_first: bool,
     weights: tuple[Tensor, Tensor | None] | None,
     A_log: Tensor,
     dt_bias: Tensor,
@@ -46,11 +47,12 @@ def step(
     norm: nn.RMSNorm,
     activation: str,
 ) -> Tensor:
-    """Returns y [B, T, HV, V] of a call for which `is_step` is true. weights: the weights of the
-    convolution, or None without a convolution."""
+    """Returns y [B, T, HV, V] of a call for which `is_step` is true. are_first: as for
+    `GatedDeltaNetCache.slot_positions`. weights: the weights of the convolution, or None without a
+    convolution."""
     weight, bias = (None, None) if weights is None else weights
     assert norm.eps is not None
-    given = None if cache.window is None else cache.slot_positions(slots)
+    given = None if cache.window is None else cache.slot_positions(slots, are_first=are_first)
     y = layer_step(
         F.silu(qkv) if weights is None else qkv,
         a,

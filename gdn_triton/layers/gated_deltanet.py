@@ -374,7 +374,7 @@ class GatedDeltaNet(MarksUndecayed):
         cp_context: object | None = None,
     ) -> Tensor:
         """Runs the layer. longest: an upper bound of a sequence's tokens. skips: slots may hold
-        padding."""
+        padding; otherwise they are the first slots of the cache."""
         live = None
         if skips:
             assert cache is not None and slots is not None
@@ -392,6 +392,7 @@ class GatedDeltaNet(MarksUndecayed):
             assert cache is not None and slots is not None and z is not None
             y = step(
                 *(qkv, a, b, z, cache, slots),
+                are_first=not skips,
                 weights=self._conv_weights() if self.use_short_conv else None,
                 A_log=self.A_log,
                 dt_bias=self.dt_bias,

@@ -1,6 +1,7 @@
 """A cache of the layer that keeps a window: decoding, prefill between steps, slots, compilers."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from helpers import BF16, FP32, FP64, assert_within_budget, same_bits
 from layer_cases import Graphs, make_input, make_layer, offsets_of, rows_written_out
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdn_triton import make_window
 from gdn_triton.layers import GatedDeltaNet, GatedDeltaNetCache, decoding
 from gdn_triton.layers import cache as cache_module
 
+# The operators that count the tokens of named slots.
+NAMED = ["aten.threshold.default", "aten.index_select.default", "aten.index_add_.default"]
 OPTIONS = ["value-groups", "no-output-gate", "no-convolution", "reflections"]
 
 
@@ -239,6 +243,69 @@ def test_calls_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls == expected
 
 
+class Launched(TorchDispatchMode):
+    """Counts the operators of torch that launch a kernel on a GPU: all but those of views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[str(func)] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("skip", ["negative", "non_positive"])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(None, ["aten.add_.Tensor"]), (torch.int32, NAMED), (torch.int64, NAMED)],
+    ids=["all-slots", "int32", "int64"],
+)
+def test_launches_that_count_tokens(
+    dtype: torch.dtype | None, expected: list[str], skip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with a window launches these operators more than one without."""
+    monkeypatch.setattr(decoding, "layer_step", lambda *args, gate, **given: gate)
+    layer, x = make_layer(dtype=FP32), make_input(2, 1, FP32)
+    slots = None if dtype is None else torch.tensor([3, 1], dtype=dtype)
+    found = []
+    for window in (True, False):
+        cache = layer.make_cache(4, skip=skip, window=window)
+        with Launched() as launched:
+            layer(x, cache=cache, slots=slots)
+        found.append(launched.operators)
+    assert found[0] - found[1] == Counter(expected)
+    assert not found[1] - found[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [None, [3, 1], [3, -7]], ids=["all-slots", "named", "padding"])
+@pytest.mark.parametrize("skip", ["negative", "non_positive"])
+def test_positions_after_calls_of_drafts(slots: list[int] | None, skip: str) -> None:
+    """With a window for several tokens, in calls with and without a mask."""
+    layer, x = make_layer(dtype=FP32), make_input(2, 8, FP32)
+    given = None if slots is None else torch.tensor(slots, dtype=torch.int32)
+    plain, cache = (layer.make_cache(4, skip=skip) for _ in range(2))
+    H, HV, K, V = layer.num_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    cache = GatedDeltaNetCache(
+        *(cache.conv_state, cache.recurrent_state, skip),
+        make_window(5, H, HV, K, V, FP32, "cpu", max_tokens=3),
+        torch.zeros(5, dtype=torch.int32),
+    )
+    for part, mask in zip(
+        x.split([3, 1, 2, 2], 1), [None, None, [[1, 1], [0, 1]], None], strict=True
+    ):
+        kept = None if mask is None else torch.tensor(mask)
+        y = layer(part, kept, cache=cache, slots=given)
+        expected = layer(part, kept, cache=plain, slots=given)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    first = 1 if skip == "non_positive" else 0
+    counted = dict(zip(slots or [first, first + 1], [8, 7], strict=True))
+    assert cache.positions is not None
+    assert cache.positions[:4].tolist() == [counted.get(slot, 0) for slot in range(4)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("named", [False, True], ids=["all-slots", "named-slots"])
 def test_compiled_steps(named: bool, device: str) -> None:
@@ -254,11 +321,12 @@ def test_compiled_steps(named: bool, device: str) -> None:
 
 
 @torch.no_grad()
-def test_made_in_inference_mode() -> None:
+@pytest.mark.parametrize("slots", [None, torch.tensor([1, 0])], ids=["all-slots", "named-slots"])
+def test_made_in_inference_mode(slots: Tensor | None) -> None:
     layer, x = make_layer(dtype=FP32), make_input(2, 20, FP32)
     with torch.inference_mode():
         cache = layer.make_cache(2, window=True)
-    steps = [layer(token, cache=cache) for token in x.split(1, 1)]
+    steps = [layer(token, cache=cache, slots=slots) for token in x.split(1, 1)]
     assert_rows(layer, x, torch.cat(steps, 1))
     cache.reset()
     assert not cache.recurrent_state.any()
