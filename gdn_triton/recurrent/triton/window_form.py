@@ -36,9 +36,10 @@ FEW_STATES = 512
 # the states: with 32 states 6 percent faster, with 256 slower.
 LEAST_STATES = 128
 # With more 16-bit states than this a program has all columns of a state: it computes the products
-# of a token and of the records' keys once. On an H200 such programs were 4 percent faster with 4096
-# states, 8 percent with 16384, and 3 percent slower with 2048.
-MOST_STATES = 2048
+# of a token and of the records' keys once. On an H200 such programs were 3 percent faster with 3072
+# states, 8 percent with 16384, and 3 percent slower with 2048; key-first 2 percent faster with 1536
+# and slower with 1024.
+MOST_STATES, MOST_KEY_FIRST_STATES = 2048, 1024
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
@@ -88,7 +89,7 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
             return WindowForm(
                 BV=32, warps=2, KI=64, FI=64, dot=True, early=True, records_first=first
             )
-        if states > MOST_STATES:
+        if states > (MOST_STATES if v_first else MOST_KEY_FIRST_STATES):
             return WindowForm(BV=128, warps=2, KI=64, FI=32, dot=True, early=True, registers=255)
         return WindowForm(BV=64, warps=2, KI=64, FI=64, dot=True, early=True, registers=168)
     if not v_first:
