@@ -378,6 +378,11 @@ STEPS = {
 STEP_HEADS = ("16/32", "4/8")
 
 
+def rank(step: Record) -> tuple[int, int]:
+    """The place of a decode step among those of its tokens and states."""
+    return STEP_HEADS.index(step["heads"]), step["sequences"]
+
+
 def decode_table(files: Iterable[Path]) -> str:
     """The decode steps of the newest records, in microseconds; the least of each row is bold."""
     runs = [records for path in files if kind_of(records := read(path)) == "decode"]
@@ -386,6 +391,7 @@ def decode_table(files: Iterable[Path]) -> str:
     records = max(runs, key=lambda records: head_of(records)["date"])
     head = head_of(records)
     steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
+    steps.sort(key=lambda x: (x.get("tokens", 1), x["pool"] != "float32", rank(x)))
     gates = {gates_of(x) for x in steps}
     shown_columns = (*dict.fromkeys(STEPS.values()), "FlashInfer", "FLA")
     lines = []
