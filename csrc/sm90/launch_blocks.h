@@ -6,9 +6,12 @@
 
 namespace gdn::sm90 {
 
-// Null, or CUDA's message.
+// Null, or CUDA's message. CUDA also keeps the error of a call for cudaGetLastError, which would
+// return it to the check of a later launch, so it is taken from there.
 inline const char* check(cudaError_t error) {
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  static_cast<void>(cudaGetLastError());
+  return cudaGetErrorString(error);
 }
 
 // overlaps: the kernel may start once all blocks of the previous kernel have called

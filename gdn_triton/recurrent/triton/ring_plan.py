@@ -43,6 +43,7 @@ def step_form(p: RingProblem) -> WindowForm:
     matches = p.state_dtype == p.q_dtype and p.q_dtype.itemsize == 2
     if (p.K, p.V) == (128, 128) and p.q_dtype == torch.bfloat16:
         states = p.N * p.HV
+        # The form of two warps has not been timed with rings.
         if not matches and states > FEW_STATES:
             return WindowForm(BV=64, warps=4, KI=32, FI=32, early=True, registers=128)
         # Programs with all columns have not been timed with rings.
