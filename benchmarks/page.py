@@ -379,7 +379,7 @@ STEP_HEADS = ("16/32", "4/8")
 
 
 def rank(step: Record) -> tuple[int, int]:
-    """The place of a decode step among those of its tokens and states."""
+    """The place of a decode step among those with as many tokens and the same dtype of states."""
     return STEP_HEADS.index(step["heads"]), step["sequences"]
 
 

@@ -6,8 +6,8 @@
 
 namespace gdn::sm90 {
 
-// Null, or CUDA's message. CUDA also keeps the error of a call for cudaGetLastError, which would
-// return it to the check of a later launch, so it is taken from there.
+// Returns null, or CUDA's message. CUDA also keeps the error for the next cudaGetLastError, where a
+// later launch would find it. Therefore cudaGetLastError is called here, which clears the error.
 inline const char* check(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   static_cast<void>(cudaGetLastError());

@@ -30,9 +30,9 @@ __all__ = ["GatedDeltaNetCache", "empty_cache"]
 
 
 class SlotPositions(NamedTuple):
-    """The positions of a call's sequences, and their rows in the cache.
+    """The positions of a call's sequences, and the rows of these sequences in the cache.
 
-    rows: [N], int32 or int64, indices into `positions` of the cache. None: `now` is a part of
+    rows: [N], int32 or int64, indices into `positions` of the cache. None: `now` is a view of
     `positions`. now: [N], int32, the positions.
     """
 
@@ -71,7 +71,8 @@ class GatedDeltaNetCache:
     window: StepWindow | None = None
     positions: Tensor | None = None
     counters: Tensor | None = None
-    # The source of `index_add_`, a 1 on the device. To make it in each step takes a launch.
+    # A 1 on the device, which `index_add_` adds. Making this tensor in each step would take a
+    # launch.
     _one: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -195,13 +196,13 @@ class GatedDeltaNetCache:
 
     def slot_positions(self, slots: Tensor, *, are_first: bool = False) -> SlotPositions:
         """Returns the positions of these slots, for a step with the window. are_first: slots are
-        the first slots of the cache in order, whose positions take no launch."""
+        the first slots of the cache in order. Their positions are a view, which takes no launch."""
         assert self.positions is not None
         last_skipped = LAST_SKIPPED[self.skip]
         if are_first:
             return SlotPositions(None, self.positions.narrow(0, last_skipped + 1, slots.shape[0]))
-        # One launch gives padding the last row. torch.where takes a second launch for its number,
-        # and indexing would take another one to convert int32.
+        # One launch gives padding the last row. torch.where would take a second launch to make a
+        # tensor of the number, and indexing would take one more to convert int32 to int64.
         rows = F.threshold(slots, last_skipped, self.slots)
         return SlotPositions(rows, self.positions.index_select(0, rows))
 

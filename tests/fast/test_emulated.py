@@ -105,7 +105,8 @@ def test_faults_are_found(tmp_path: Path) -> None:
         assert words in said(program, fault), fault
     for seed, form in itertools.product(range(20), RIGHT):
         assert said(program, form, EMULATOR_RACES="1", EMULATOR_SEED=str(seed)) == "right\n"
-    # The first of the two fails in a launch whose error is returned, and which nobody asks for.
+    # The first of the two forms fails in a launch that returns its error. No call of
+    # cudaGetLastError clears this error, and the second form must not find it.
     failed, _, after = said(program, "early", "none", EMULATOR_RACES="1").partition("\n")
     assert FAULTS["early"] in failed and after == "right\n"
 
@@ -145,8 +146,8 @@ def aborting_runtime(folder: Path) -> Path:
 @pytest.mark.long(160)
 @pytest.mark.timeout(1800)  # three minutes of two cores, which may be busy with other tests
 def test_kernels(tmp_path: Path) -> None:
-    """The forward in bf16 at K = V = 128, with a skipped sequence of a pool too, the backward in
-    both dtypes and with a slice and a half, whole and in segments, from states of the forward too,
+    """The forward in bf16 at K = V = 128, and on a pool with a skipped sequence; the backward in
+    both dtypes and with a slice and a half, whole and in segments, from states of the forward too;
     and the walks of wide keys: within their budgets, with an end, and with no access that races."""
     build(tmp_path, heads="^heads_128(_exact(_pool)?)?$")
     command = [sys.executable, "-m", "emulator.run", "--folder", str(tmp_path), "--races"]

@@ -50,7 +50,7 @@ def test_kernels_compile(backend: str, arch: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.long(60)
 def test_sums_have_one_order() -> None:
-    """The same tokens, packed and padded, and as many as a multiple of 16 or not."""
+    """The calls are packed and padded, and have a multiple of 16 tokens or another number."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "MLIR_DISABLE_MULTITHREADING": "1"}
     done = subprocess.run(

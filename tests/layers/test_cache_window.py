@@ -265,7 +265,7 @@ class Launched(TorchDispatchMode):
 def test_launches_that_count_tokens(
     dtype: torch.dtype | None, expected: list[str], skip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with a window launches these operators more than one without."""
+    """A step with a window launches the operators of a step without one, and these in addition."""
     monkeypatch.setattr(decoding, "layer_step", lambda *args, gate, **given: gate)
     layer, x = make_layer(dtype=FP32), make_input(2, 1, FP32)
     slots = None if dtype is None else torch.tensor([3, 1], dtype=dtype)
@@ -283,7 +283,7 @@ def test_launches_that_count_tokens(
 @pytest.mark.parametrize("slots", [None, [3, 1], [3, -7]], ids=["all-slots", "named", "padding"])
 @pytest.mark.parametrize("skip", ["negative", "non_positive"])
 def test_positions_after_calls_of_drafts(slots: list[int] | None, skip: str) -> None:
-    """With a window for several tokens, in calls with and without a mask."""
+    """The window takes several tokens a call, and one of the calls has a mask."""
     layer, x = make_layer(dtype=FP32), make_input(2, 8, FP32)
     given = None if slots is None else torch.tensor(slots, dtype=torch.int32)
     plain, cache = (layer.make_cache(4, skip=skip) for _ in range(2))

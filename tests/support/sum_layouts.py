@@ -3,11 +3,11 @@
     python tests/support/sum_layouts.py
 
 The compiler chooses the register layout of a tile by what it knows of alignment, and the layout
-fixes the order of a sum or a scan over the tile. A padded call whose sequences have a multiple of
-16 tokens has more alignment than a packed call of the same tokens. Each kernel of the chunked op is
-compiled for Hopper in both, and with other numbers of tokens. Exits with 1 and a list of the
-kernels whose sums of floats have several layouts. It needs no GPU, and must not run under
-TRITON_INTERPRET.
+fixes the order of a sum or a scan over the tile. The sequences of a padded call begin at aligned
+addresses if they have a multiple of 16 tokens, and those of a packed call may begin anywhere. Each
+kernel of the chunked op is compiled for Hopper in both kinds of calls, with both kinds of numbers
+of tokens. Exits with 1 and a list of the kernels whose sums of floats have several layouts. The
+program needs no GPU, and must not run under TRITON_INTERPRET.
 """
 
 import os
@@ -26,8 +26,9 @@ from target_calls import BF16, Shape, make_call, run_backward
 from target_code import compile_only
 from triton.backends.compiler import GPUTarget
 
-# A value head for each key head of two, and the sizes of most models.
+# Two value heads for each key head, and the sizes of most models.
 SHAPE = Shape(128, 128, BF16, HV=8, full=False)
+# A multiple of 16, and another number.
 TOKENS = (64, 63)
 
 

@@ -36,9 +36,9 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     }
     return more;
   };
-  // Issues k k^T of chunk `it`. If there is no such chunk, the operand is what lies in the stage of
-  // chunk `otherwise`, which the loader must not be writing, and the result is unused: with a
-  // branch around the product the compiler may wait for it at once.
+  // Issues k k^T of chunk `it`. If there is no such chunk, the product reads the stage of chunk
+  // `otherwise`, to which the loader must not be writing, and the result is unused. With a branch
+  // around the product the compiler may wait for the product at once.
   const auto begin_chunk = [&](const Triangles<C>& own, bool exists, uint32_t otherwise) {
     if (exists) {
       wait(sm.k_full[it % C::kKStages], it / C::kKStages & 1);
@@ -106,8 +106,9 @@ GDN_DEVICE void inverse_role(SharedMemory<C>& sm, const KernelParams& params, in
     arrive(sm.gates_empty[now % C::kGateStages], lead);
     finish_kk();
     if constexpr (!C::kInversesMakeP) {
-      // Only here, because the product may have read this k in place of a chunk that does not
-      // exist. The states return it later still, since they wait for T first.
+      // The stage of this k is returned only here, because the product may have read it in place
+      // of a chunk that does not exist. The state warpgroups return the same stage even later,
+      // because they wait for T first.
       arrive(sm.k_empty[now % C::kKStages], lead);
       if (at_empty) {
         more = walk.begin();

@@ -74,9 +74,9 @@ def column_sums(
 ):  # fmt: skip
     """Returns S^T q and S^T k, where S is the ROWS tiles from tile FIRST on, and q and k come in as
     many pieces. A thread first adds its own rows with fused multiply-adds in the order written
-    here. Then threads share their sums. WHOLE: K fills its block. The loads of a value-first state
-    then have one layout in all forms, and a sum has one order. SHARED: warps share their sums too,
-    which changes no bit."""
+    here. Then threads share their sums. WHOLE: K fills its block. Then the loads of a value-first
+    state have one register layout in all forms, and `tl.sum` has one order. SHARED: warps share
+    their sums too, which changes no bit."""
     sum_q, sum_k = 0.0, 0.0
     for i in tl.static_range(ROWS):
         b_h = tiles[FIRST + i].to(tl.float32)

@@ -144,15 +144,15 @@ def window_early_fwd_kernel(
     stride_cr: tl.constexpr,
 ):  # fmt: skip
     """A program has BV columns of the state of one sequence and value head. It waits for memory
-    twice: for the slot, and for the token, the state and its records. A barrier, with many columns
-    also a branch, places all loads before the instructions that wait for the token, because a
-    program issues its instructions in order. ptxas moves such instructions up across a barrier, but
-    not across a branch. DOT: the matrix units multiply the state, which has the 16-bit
-    dtype of q and k, or int8. DEPENDENT: see `dependent_launch`. RELEASE: the programs of the next
-    dependent launch may start once every program has issued its loads, and the state is not kept in
-    the first-level cache. RECORDS_FIRST: the records are loaded before the state. The rows of a
-    slot are contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the strides ur,
-    kr, gr and cr.
+    twice: for the slot, and for the token, the state and its records. A program issues its
+    instructions in order, so all loads must precede the instructions that wait for the token. A
+    barrier keeps the loads there in Triton's code. ptxas moves some instructions up across a
+    barrier, but not across a branch, which programs with many columns have. DOT: the matrix units
+    multiply the state, which has the 16-bit dtype of q and k, or int8. DEPENDENT: see
+    `dependent_launch`. RELEASE: the programs of the next dependent launch may start once every
+    program has issued its loads, and the state is not kept in the first-level cache. RECORDS_FIRST:
+    the records are loaded before the state. The rows of a slot are contiguous in u_rows, k_rows,
+    g_rows and call_rows, whose slots have the strides ur, kr, gr and cr.
 
     RING: the records are those of an engine's ring of R rows, which `gdn_triton.recurrent.rings`
     describes. positions: the records of each sequence.
@@ -165,7 +165,8 @@ def window_early_fwd_kernel(
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     o_k, o_i, o_r = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR)
-    # Each warp computes the sums of q and k from pieces of NI elements, so no sum needs a barrier.
+    # Each warp computes the sums of q and k itself, from pieces of NI elements, so no sum needs a
+    # barrier. `inner` says what LINES is.
     NI: tl.constexpr = min(KI, 32)
     LINES: tl.constexpr = 2 if KI > NI else 1
     o_n = tl.arange(0, NI)

@@ -32,13 +32,14 @@ FEWEST_DRAFTS = 32
 # Up to this many states of a call, programs have fewer columns: there are then more programs, and
 # each waits for fewer loads. Measured with 256 states and with 2048.
 FEW_STATES = 512
-# Up to this many 16-bit states the records, whose products are the longest chain, are loaded before
-# the states: with 32 states 6 percent faster, with 256 slower.
+# Up to this many 16-bit states a program loads the records, whose products are the longest chain of
+# instructions, before its state. A step was then 6 percent faster with 32 states, and slower with
+# 256.
 LEAST_STATES = 128
-# With more 16-bit states than this a program has all columns of a state: it computes the products
-# of a token and of the records' keys once. On an H200 such programs were 3 percent faster with 3072
-# states, 8 percent with 16384, and 3 percent slower with 2048; key-first 2 percent faster with 1536
-# and slower with 1024.
+# With more value-first, or key-first, 16-bit states than this a program has all columns of a state:
+# it computes the products of a token and of the records' keys once. On an H200 such programs were 3
+# percent faster with 3072 value-first states, 8 percent with 16384, and 3 percent slower with 2048;
+# they were 2 percent faster with 1536 key-first states, and slower with 1024.
 MOST_STATES, MOST_KEY_FIRST_STATES = 2048, 1024
 
 
@@ -100,8 +101,9 @@ def early_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | 
         return WindowForm(BV=128, warps=4, KI=64, FI=32, dot=True, early=True, registers=128)
     if few:
         return WindowForm(BV=32, warps=2, KI=32, FI=32, early=True, records_first=True)
-    # On an H200 programs of four warps, with half the registers, took 6 to 8 percent longer: ptxas
-    # put instructions that wait for the token and the records before the last loads of the state.
+    # On an H200 programs of four warps, with half the registers, took 3 to 8 percent longer with
+    # 2048 to 8192 states: ptxas put instructions that wait for the token and the records before the
+    # last loads of the state.
     return WindowForm(BV=64, warps=2, KI=32, FI=32, early=True, registers=255)
 
 

@@ -130,7 +130,8 @@ def _releases(p: RecurrentProblem) -> bool:
     """Returns whether the programs of the next dependent launch may start before those of this step
     end. A step that has many states, and therefore several programs for each place on a
     multiprocessor, then took 1 to 2 microseconds less in a row of steps. With few states some
-    multiprocessors got more programs than others. Drafts of float32 states were spilled."""
+    multiprocessors got more programs than others. In steps of several tokens float32 states were
+    spilled."""
     narrow = p.state_dtype.itemsize <= 2
     return (narrow or _takes_one(p)) and p.N * p.HV > FEW_STATES
 

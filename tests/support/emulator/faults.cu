@@ -1,7 +1,7 @@
 // Small kernels, each right in the forms none and barrier-freed, and wrong in one way in each other form: a copy of a tile
 // through shared memory and a product of it; a second kernel that overlaps and copies the result; one whose warpgroups
 // share registers; and two kernels, one of which reads values that the other has published. The machine must find each
-// wrong form. Each argument is the name of a form, and the machine's words go to stdout, a line a form.
+// wrong form. Each argument is the name of a form, and the machine's words go to stdout, one line for each form.
 #include <cstdio>
 #include <cstring>
 #include <string>

@@ -40,8 +40,8 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128, "it lies in a CUtensorMap");
 
-// The cudaError_t of the last function of the runtime that failed, until somebody asks for it. It ends with the call:
-// the next call asks after each launch, and would take the error for that of its own launch.
+// The cudaError_t of the last function of the runtime that failed, until cudaGetLastError returns it. emulator_end_call
+// clears the error, because the next call asks cudaGetLastError after a launch, and would take the error for its own.
 extern int last_error;
 
 // Runs all blocks; why not, or "".

@@ -55,8 +55,8 @@ class ChunkGradients(NamedTuple):
 
 # The compiler chooses the register layout of the sums over a chunk by the alignment of these
 # operands, and the layout fixes the order of the sums. The compiler must not know the alignment:
-# rows of a padded call are aligned if its tokens are a multiple of 16, and rows of a packed call
-# are not.
+# the sequences of a padded call begin at aligned addresses if the number of tokens is a multiple of
+# 16, and those of a packed call may begin anywhere.
 OPERANDS = ("beta_used", "g", "beta")
 STRIDES = tuple(f"stride_{name}{d}" for name in ("g", "beta", "used") for d in "bth")
 
