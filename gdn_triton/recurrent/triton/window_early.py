@@ -165,10 +165,10 @@ def window_early_fwd_kernel(
     i_n, i_hv = i_nh // HV, i_nh % HV
     i_h = i_hv // (HV // H)
     o_k, o_i, o_r = tl.arange(0, BK), tl.arange(0, KI), tl.arange(0, BR)
-    # Each warp computes the sums of q and k itself, from pieces of NI elements, so no sum needs a
-    # barrier. `inner` says what LINES is.
-    NI: tl.constexpr = min(KI, 32)
-    LINES: tl.constexpr = 2 if KI > NI else 1
+    # With pieces of 32 elements each warp computes the sums of q and k itself, and no sum needs a
+    # barrier. This was faster with few states, and slower with more. `inner` says what LINES is.
+    NI: tl.constexpr = min(KI, 32) if RECORDS_FIRST else KI
+    LINES: tl.constexpr = KI // NI
     o_n = tl.arange(0, NI)
     o_v = i_v * BV + tl.arange(0, BV)
     in_v = below(tl.arange(0, BV), i_v * BV, V, BV)
