@@ -13,9 +13,9 @@ import pytest
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
-# One process compiles some 150 kernels for Hopper: minutes of a fast core, more than ten of a slow
-# one. Every shape for every target is for a release.
-@pytest.mark.timeout(2400)
+# One process compiles some 150 kernels for Hopper: minutes of a fast core, up to forty of a slow
+# one that other processes share. Every shape for every target is for a release.
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("backend", "arch"),
     [
@@ -47,7 +47,7 @@ def test_kernels_compile(backend: str, arch: str) -> None:
     assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.long(60)
 def test_sums_have_one_order() -> None:
     """The calls are packed and padded, and have a multiple of 16 tokens or another number."""

@@ -23,6 +23,7 @@ from gdn_triton.chunk.triton.hopper.releases import RELEASES
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
+@pytest.mark.timeout(1800)  # a minute of a fast core, more than ten of a slow one
 @pytest.mark.long(70)
 def test_code_for_hopper() -> None:
     release = Version(triton.__version__).base_version
