@@ -378,9 +378,10 @@ STEPS = {
 STEP_HEADS = ("16/32", "4/8")
 
 
-def rank(step: Record) -> tuple[int, int]:
-    """The place of a decode step among those with as many tokens and the same dtype of states."""
-    return STEP_HEADS.index(step["heads"]), step["sequences"]
+def rank(step: Record) -> tuple[int, bool, int, int]:
+    """The place of a decode step in its table."""
+    pool, heads = step["pool"] != "float32", STEP_HEADS.index(step["heads"])
+    return step.get("tokens", 1), pool, heads, step["sequences"]
 
 
 def decode_table(files: Iterable[Path]) -> str:
@@ -391,7 +392,7 @@ def decode_table(files: Iterable[Path]) -> str:
     records = max(runs, key=lambda records: head_of(records)["date"])
     head = head_of(records)
     steps = [x for x in records if x["kind"] == "decode" and x["heads"] in STEP_HEADS]
-    steps.sort(key=lambda x: (x.get("tokens", 1), x["pool"] != "float32", rank(x)))
+    steps.sort(key=rank)
     gates = {gates_of(x) for x in steps}
     shown_columns = (*dict.fromkeys(STEPS.values()), "FlashInfer", "FLA")
     lines = []
