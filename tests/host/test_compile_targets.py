@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compilations import check_compiled
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -30,37 +31,14 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
     ],
 )
 def test_kernels_compile(backend: str, arch: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # The tiles of a machine without a GPU, wherever this runs.
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    # One kernel is compiled at a time, and the compiler's threads would mostly wait for each other.
-    environment["MLIR_DISABLE_MULTITHREADING"] = "1"
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "compile_targets.py", backend, arch],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
-    assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
+    check_compiled("compile_targets.py", backend, arch)
 
 
 @pytest.mark.timeout(2400)
 @pytest.mark.long(60)
 def test_sums_have_one_order() -> None:
     """The calls are packed and padded, and have a multiple of 16 tokens or another number."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "MLIR_DISABLE_MULTITHREADING": "1"}
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "sum_layouts.py"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    check_compiled("sum_layouts.py")
 
 
 def test_unwritten_registers_are_found() -> None:

@@ -1,13 +1,9 @@
 """The Gluon kernels, compiled for a GPU that need not be there: tests/support/gluon_code.py, in a
 process of its own, since Triton decides on import between its interpreter and its compiler."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import triton
+from compilations import check_compiled
 from packaging.version import Version
 from target_code import (
     accesses_to_barriers,
@@ -20,8 +16,6 @@ from target_code import (
 
 from gdn_triton.chunk.triton.hopper.releases import RELEASES
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
 
 @pytest.mark.timeout(1800)  # a minute of a fast core, more than ten of a slow one
 @pytest.mark.long(70)
@@ -29,20 +23,7 @@ def test_code_for_hopper() -> None:
     release = Version(triton.__version__).base_version
     if release not in RELEASES:
         pytest.skip(f"with Triton {release} the portable kernels run: not in RELEASES")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # The blocks of a machine without a GPU, wherever this runs.
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["MLIR_DISABLE_MULTITHREADING"] = "1"
-    done = subprocess.run(
-        [sys.executable, SUPPORT / "gluon_code.py"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    print(done.stdout)
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
-    assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
+    check_compiled("gluon_code.py")
 
 
 # The loop of a role in the loop of a block's warps, which wait for work. A wait that repeats does

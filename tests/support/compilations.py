@@ -1,8 +1,9 @@
-"""Lists the kernels that Triton would compile for a GPU that is not present.
+"""Processes without TRITON_INTERPRET, in which Triton compiles kernels for a GPU that is not
+present, or lists the kernels that it would compile.
 
-It needs a separate process without TRITON_INTERPRET, because `watch` changes Triton and the choice
-of backends permanently. Afterwards a kernel's launch asks for its variant, as on an H200, and
-nothing is compiled or launched. The contents of the tensors are then meaningless.
+`watch` lists them. It needs a process of its own, because it changes Triton and the choice of
+backends permanently. Afterwards a kernel's launch asks for its variant, as on an H200, and nothing
+is compiled or launched. The contents of the tensors are then meaningless.
 """
 
 import os
@@ -76,3 +77,23 @@ def run_watched(script: str, *arguments: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+def check_compiled(script: str, *arguments: str) -> None:
+    """Runs a script of tests/support that compiles kernels for a GPU that need not be there, prints
+    a line with WRONG for each fault, and ends with 1 if there is one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    # The tiles and blocks of a machine without a GPU, wherever this runs.
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    # One kernel is compiled at a time, and the compiler's threads would mostly wait for each other.
+    environment["MLIR_DISABLE_MULTITHREADING"] = "1"
+    done = subprocess.run(
+        [sys.executable, TESTS / "support" / script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert done.returncode == 0, "\n".join([*wrong, done.stderr[-4000:]])
