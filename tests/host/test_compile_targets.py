@@ -14,7 +14,7 @@ from compilations import check_compiled
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
-# One process compiles some 150 kernels for Hopper: minutes of a fast core, up to forty of a slow
+# One process compiles some 280 kernels for Hopper: minutes of a fast core, up to forty of a slow
 # one that other processes share. Every shape for every target is for a release.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ if __name__ == "__main__":
 
 from target_calls import (
     BF16,
+    POOLS,
+    SAMPLED_POOLS,
     SAMPLES,
     SHAPES,
     TESTED,
@@ -247,14 +249,15 @@ def main(backend: str, arch: str, everything: bool) -> int:
                 run_sample(shape)
                 if backend == "hip":
                     # Products of float32 have another precision there.
-                    run_recurrent(shape)
+                    run_recurrent(shape, SAMPLED_POOLS)
             else:
                 run_package(shape)
                 run_post_conv(shape)
                 run_norm(shape)
                 run_conv(shape)
-                run_layer_step(shape)
-                run_recurrent(shape)
+                common = everything or shape is SHAPES[0]
+                run_layer_step(shape, POOLS if everything else SAMPLED_POOLS)
+                run_recurrent(shape, POOLS if common else SAMPLED_POOLS)
                 run_rings(shape)
             seen: set[int] = set()
             for one in compiled:

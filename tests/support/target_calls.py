@@ -2,6 +2,8 @@
 compile_targets.py compiles them."""
 
 import dataclasses
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,6 +61,10 @@ SAMPLES = {
 # For Hopper a test compiles every kernel for these: the common head, the widest one, and products
 # of four-byte inputs.
 TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
+# A pool of states: whether it is value-first, and its dtype. Most tests compile the sample, which
+# has both layouts and both dtypes in half of the variants.
+POOLS = list(itertools.product((False, True), (torch.float32, BF16)))
+SAMPLED_POOLS = [(False, BF16), (True, torch.float32)]
 # Targets for which every kernel can be compiled for every shape, as before a release.
 WHOLE = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"), ("hip", "gfx950"))
 LEAST = SHAPES[4]
@@ -347,8 +353,8 @@ def run_conv(shape: Shape) -> None:
     conv_update_fwd(problem._replace(every_token=True), given._replace(write_slots=every))
 
 
-def run_recurrent(shape: Shape) -> None:
-    """Sequences, and steps of one token and of several from pools of both layouts."""
+def run_recurrent(shape: Shape, pools: Collection[tuple[bool, torch.dtype]]) -> None:
+    """Sequences, and steps of one token and of several from pools (`POOLS`)."""
     from gdn_triton._host.records import Options
     from gdn_triton.recurrent.problem import Operands, SequenceCall, StepCall
     from gdn_triton.recurrent.triton.plan import plan
@@ -376,42 +382,37 @@ def run_recurrent(shape: Shape) -> None:
     mixed = torch.empty(N, T, 2 * H * K + HV * V + 8, dtype=shape.dtype)[..., 8:]
     a = torch.empty(N, T, HV, dtype=shape.dtype)
     slots = torch.arange(N, dtype=torch.int32)
-    for v_first in (False, True):
-        options = Options(
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=False,
-            state_v_first=v_first,
-            use_gate_in_kernel=True,
+    for v_first, dtype in pools:
+        options = options._replace(
+            use_beta_sigmoid_in_kernel=True, state_v_first=v_first, use_gate_in_kernel=True
         )
-        for dtype in (torch.float32, torch.bfloat16):
-            pool = torch.empty(N + N * T, HV, *((V, K) if v_first else (K, V)), dtype=dtype)
-            every = N + torch.arange(N * T).view(N, T)
-            for tokens, write in ((0, None), (slice(None), every)):
-                m, b = mixed[:, tokens], a[:, tokens]
-                x = Operands(
-                    q=m,
-                    k=m,
-                    v=m,
-                    g=b,
-                    beta=b,
-                    A_log=parameters[0],
-                    dt_bias=parameters[1],
-                    state=pool,
-                    read_slots=slots,
-                    write_slots=write,
-                )
-                call = StepCall(x, options, scale=None, skip="negative", is_mixed=True)
-                plan(validate_step(call), x)(x)
-            tree = torch.full((N, T), -1, dtype=torch.int32)
-            plan(validate_step(call._replace(inputs=x._replace(parents=tree))), x)(
-                x._replace(parents=tree)
+        pool = torch.empty(N + N * T, HV, *((V, K) if v_first else (K, V)), dtype=dtype)
+        every = N + torch.arange(N * T).view(N, T)
+        for tokens, write in ((0, None), (slice(None), every)):
+            m, b = mixed[:, tokens], a[:, tokens]
+            x = Operands(
+                q=m,
+                k=m,
+                v=m,
+                g=b,
+                beta=b,
+                A_log=parameters[0],
+                dt_bias=parameters[1],
+                state=pool,
+                read_slots=slots,
+                write_slots=write,
             )
-            accepted = torch.ones(N, dtype=torch.int32)
-            x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
-            plan(validate_step(call._replace(inputs=x)), x)(x)
-            x = x._replace(num_accepted_tokens=None, read_slots=slots)
-            run_windows(call._replace(inputs=x), H)
+            call = StepCall(x, options, scale=None, skip="negative", is_mixed=True)
+            plan(validate_step(call), x)(x)
+        tree = torch.full((N, T), -1, dtype=torch.int32)
+        plan(validate_step(call._replace(inputs=x._replace(parents=tree))), x)(
+            x._replace(parents=tree)
+        )
+        accepted = torch.ones(N, dtype=torch.int32)
+        x = x._replace(read_slots=every[:, :3], write_slots=None, num_accepted_tokens=accepted)
+        plan(validate_step(call._replace(inputs=x)), x)(x)
+        x = x._replace(num_accepted_tokens=None, read_slots=slots)
+        run_windows(call._replace(inputs=x), H)
 
 
 def run_wide_grids() -> None:

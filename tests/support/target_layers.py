@@ -1,6 +1,7 @@
 """The launches of a layer's step, for compile_targets.py."""
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ def packed(x: Any) -> Any:
     return x._replace(**rows, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
 
 
-def run_layer_step(shape: Shape) -> None:
-    """A layer's step from pools of both layouts, of a batch and of a large one, of one token and of
-    several; where its kernel takes the shape."""
+def run_layer_step(shape: Shape, pools: Collection[tuple[bool, torch.dtype]]) -> None:
+    """A layer's step from pools (`POOLS` of target_calls.py), of a batch and of a large one, of one
+    token and of several; where its kernel takes the shape."""
     from gdn_triton.recurrent.api import call_of
     from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.window import make_window
@@ -29,7 +30,7 @@ def run_layer_step(shape: Shape) -> None:
     H, HV, K, V, full = shape.HV // 2, shape.HV, shape.K, shape.V, shape.full
     D, W = 2 * H * K + HV * V, 4 if full else 3
     weight, bias = torch.empty(D, W, dtype=shape.dtype), torch.empty(D)
-    for N, v_first, dtype in itertools.product((2, 140), (True, False), (torch.float32, BF16)):
+    for N, (v_first, dtype) in itertools.product((2, 140), pools):
         heads = torch.empty(N, HV, V + 8, dtype=shape.dtype)
         operands = LayerOperands(
             mixed_qkv=torch.empty(N, D + 8, dtype=shape.dtype)[..., 8:],
