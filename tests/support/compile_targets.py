@@ -8,8 +8,8 @@ signature, the specialisation and the tile of a real call; Triton compiles and l
 of the package was compiled; the stack (spills); shared memory; the matrix instructions; and the
 sizes of the grids. Without --all it compiles the sample of the tests (target_calls.py): for Hopper
 every kernel of three shapes, for another target the kernels with the widest tiles. With --all it
-compiles every kernel of every shape. It needs no GPU, and must not run under TRITON_INTERPRET.
-Exits with 1 and a list of the faults.
+compiles every kernel of every shape, and steps from every pool. It needs no GPU, and must not run
+under TRITON_INTERPRET. Exits with 1 and a list of the faults.
 """
 
 import argparse
@@ -242,6 +242,7 @@ def main(backend: str, arch: str, everything: bool) -> int:
     key = (backend, target.arch)
     whole = everything and key in WHOLE
     sample = None if whole else SAMPLES.get(key)
+    pools = POOLS if everything else SAMPLED_POOLS
     with compile_only(target) as compiled:
         for shape in sample or (SHAPES if whole else TESTED):
             compiled.clear()
@@ -249,15 +250,14 @@ def main(backend: str, arch: str, everything: bool) -> int:
                 run_sample(shape)
                 if backend == "hip":
                     # Products of float32 have another precision there.
-                    run_recurrent(shape, SAMPLED_POOLS)
+                    run_recurrent(shape, pools)
             else:
                 run_package(shape)
                 run_post_conv(shape)
                 run_norm(shape)
                 run_conv(shape)
-                common = everything or shape is SHAPES[0]
-                run_layer_step(shape, POOLS if everything else SAMPLED_POOLS)
-                run_recurrent(shape, POOLS if common else SAMPLED_POOLS)
+                run_layer_step(shape, pools)
+                run_recurrent(shape, POOLS if shape is SHAPES[0] else pools)
                 run_rings(shape)
             seen: set[int] = set()
             for one in compiled:

@@ -61,7 +61,8 @@ SAMPLES = {
 # For Hopper a test compiles every kernel for these: the common head, the widest one, and products
 # of four-byte inputs.
 TESTED = [SHAPES[0], SHAPES[3], SHAPES[5]]
-# A pool of states: whether it is value-first, and its dtype. Most tests compile the sample, which
+# The pools of states from which a step is compiled, each by whether it is value-first and by its
+# dtype. The tests compile the common head for all of them, and other shapes for the sample, which
 # has both layouts and both dtypes in half of the variants.
 POOLS = list(itertools.product((False, True), (torch.float32, BF16)))
 SAMPLED_POOLS = [(False, BF16), (True, torch.float32)]
