@@ -9,10 +9,11 @@ import torch
 from choice_cases import problem
 from helpers import BF16, FP16
 
+from gdn_triton._host import gluon
+from gdn_triton._host.gluon import RELEASES
 from gdn_triton.chunk.backends import chunk_kernels
 from gdn_triton.chunk.problem import Inputs as Operands
-from gdn_triton.chunk.triton.hopper import releases, support
-from gdn_triton.chunk.triton.hopper.releases import RELEASES, most_states
+from gdn_triton.chunk.triton.hopper.releases import most_states
 from gdn_triton.chunk.triton.hopper.segments import (
     Cut,
     choose_cut,
@@ -148,7 +149,7 @@ def test_states_of_whole(change: dict[str, Any], states: int) -> None:
 
 @pytest.mark.parametrize(("release", "states"), [("3.6.0", 2), ("3.8.0", 2), ("3.9.0", 1)])
 def test_most_states(release: str, states: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "installed_release", lambda: release)
+    monkeypatch.setattr(gluon, "installed_release", lambda: release)
     assert most_states() == states
 
 
@@ -235,12 +236,12 @@ def test_releases(
     import triton
 
     monkeypatch.setattr(triton, "__version__", release)
-    releases.installed_release.cache_clear()
-    support._release_refusal.cache_clear()
+    gluon.installed_release.cache_clear()
+    gluon.release_refusal.cache_clear()
     with caplog.at_level(logging.INFO, "gdn_triton"):
-        refusals = {support._release_refusal() for _ in range(2)}
-    releases.installed_release.cache_clear()
-    support._release_refusal.cache_clear()
+        refusals = {gluon.release_refusal() for _ in range(2)}
+    gluon.installed_release.cache_clear()
+    gluon.release_refusal.cache_clear()
     lines = [record.getMessage() for record in caplog.records]
     if release.partition("+")[0] in RELEASES:
         assert refusals == {None} and lines == []

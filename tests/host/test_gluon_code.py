@@ -14,7 +14,7 @@ from target_code import (
     unwritten_uniform_registers,
 )
 
-from gdn_triton.chunk.triton.hopper.releases import RELEASES
+from gdn_triton._host.gluon import RELEASES
 
 
 @pytest.mark.timeout(1800)  # a minute of a fast core, more than ten of a slow one

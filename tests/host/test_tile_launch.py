@@ -12,6 +12,7 @@ from recorded_launches import Counted, EncodingRecorder, Recorder, said_by_child
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn_triton._host.gluon import RELEASES
 from gdn_triton._triton.tiles import compiler
 from gdn_triton.chunk.triton.hopper.descriptors import (
     MOST_ENCODED,
@@ -22,7 +23,6 @@ from gdn_triton.chunk.triton.hopper.descriptors import (
     tma_reachable,
     tma_readable,
 )
-from gdn_triton.chunk.triton.hopper.releases import RELEASES
 
 
 @gluon.jit(do_not_specialize=["n", "stride_b"])

@@ -19,7 +19,7 @@ from gdn_triton import (
     recurrent_step,
     warmup,
 )
-from gdn_triton.chunk.triton.hopper.support import _release_refusal
+from gdn_triton._host.gluon import release_refusal
 
 COUNT = """
 import sys
@@ -148,7 +148,7 @@ def test_requests_compile_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = {"max_tokens": 4096, "max_sequences": 64}
     calls = (chunk_prefill, recurrent_step, chunk_gated_delta_rule)
     warmup(H, HV, K, V, BF16, "cuda", calls=calls, backward=True, **sizes)
-    on_hopper = torch.cuda.get_device_capability() == (9, 0) and _release_refusal() is None
+    on_hopper = torch.cuda.get_device_capability() == (9, 0) and release_refusal() is None
     assert set(compiled) >= set(GLUON if on_hopper else GLUON[:0])
     assert compiled
     compiled.clear()

@@ -2,45 +2,28 @@
 recurrence in float64 (tests/support/window_cases.py)."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, same_bits
+from helpers import FP16, FP32, same_bits
 from torch import Tensor
-from window_cases import Case, Decoding, cloned_window
+from window_cases import (
+    DRAFTS,
+    LAYOUTS,
+    POOLS,
+    REAL,
+    Case,
+    Decoding,
+    cloned_window,
+    copied,
+    tokens_of,
+)
 
 import gdn_triton
 from gdn_triton import accept_window, fold_window, recurrent_step, restart_window
-from gdn_triton.recurrent import plans
 from gdn_triton.recurrent.problem import fold_period, turns
-from gdn_triton.recurrent.window import StepWindow
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-_BF16_MARK = pytest.mark.gpu("bf16 is not used in Triton's interpreter")
-POOLS = [
-    pytest.param(FP32, id="pool-fp32"),
-    pytest.param(FP16, id="pool-fp16"),
-    pytest.param(BF16, id="pool-bf16", marks=_BF16_MARK),
-    pytest.param(torch.int8, id="pool-int8"),
-]
-
-
-def tokens_of(pool: torch.dtype) -> torch.dtype:
-    """The dtype of the tokens of a test that has the tokens in the pool's dtype."""
-    return FP16 if pool == torch.int8 else pool
-
-
-LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["key-first", "value-first"])
-TOKENS = ("q", "k", "v", "mixed_qkv", "g", "beta", "a", "b")
-DRAFTS = Case(rows=7, max_tokens=3)
-REAL = [
-    Case(K=128, V=128, H=16, HV=32, N=5, rows=16, dtype=BF16, raw=True, mixed=True),
-    Case(K=128, V=128, H=16, HV=32, N=5, rows=16, max_tokens=4, dtype=BF16, raw=True, mixed=True),
-    Case(K=256, V=300, H=2, HV=4, rows=16, max_tokens=2, dtype=FP16),
-    Case(K=100, V=300, H=2, HV=2, rows=32, dtype=FP32),
-]
 
 
 @pytest.fixture(autouse=True, params=["triton", "reference"])
@@ -251,17 +234,6 @@ def test_a_slot_gets_a_new_sequence(device: str) -> None:
     run.finish()
 
 
-def copied(run: Decoding) -> dict[str, Any]:
-    return {
-        "state": run.pool.clone(),
-        "window": run.window._replace(**{name: y.clone() for name, y in parts(run).items()}),
-    }
-
-
-def parts(run: Decoding) -> dict[str, Tensor]:
-    return {name: y for name, y in run.window._asdict().items() if isinstance(y, Tensor)}
-
-
 @LAYOUTS
 @pytest.mark.parametrize("T", [1, 3])
 def test_bits_alone_and_in_a_batch(
@@ -289,90 +261,6 @@ def test_bits_alone_and_in_a_batch(
             for mine, theirs in zip(run.window[:5], other["window"][:5], strict=True):
                 assert same_bits(mine, theirs)
         run.positions = run.positions + 1
-
-
-@pytest.mark.gpu("real sizes, which would take minutes in the interpreter")
-@LAYOUTS
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("case", REAL, ids=lambda c: f"{c.K}-{c.V}-{c.max_tokens}")
-def test_bits_in_a_large_batch(
-    case: Case, pool: torch.dtype, v_first: bool, backend: str, device: str
-) -> None:
-    """The programs of a large batch have other sizes. Here it is the small one, many times."""
-    from gdn_triton.recurrent.triton.window_form import FEW_STATES
-
-    if backend == "reference":
-        pytest.skip("torch's products depend on the size of a batch")
-    run = Decoding(replace(case, pool=pool, v_first=v_first), device)
-    copies = -(-(FEW_STATES + 1) // (case.N * case.HV))
-    count = len(run.pool)
-
-    def repeated(y: Tensor) -> Tensor:
-        return y.repeat(copies, *[1] * (y.dim() - 1))
-
-    others = {name: repeated(y) for name, y in parts(run).items()}
-    many = {"state": repeated(run.pool), "window": run.window._replace(**others)}
-    shift = count * torch.arange(copies, device=device).repeat_interleave(case.N)
-    for _ in range(case.period + 3):
-        x = run.tokens(case.max_tokens)
-        given = run.arguments(x)
-        slots = repeated(run.slots)
-        many["read_slots"] = torch.where(slots < 0, slots, slots + shift).to(slots.dtype)
-        many["positions"] = repeated(run.positions)
-        tokens = {name: repeated(given[name]) for name in given if name in TOKENS}
-        o = recurrent_step(**given)
-        assert same_bits(recurrent_step(**{**given, **tokens, **many}), repeated(o))
-        run.positions = run.positions + 1
-    assert same_bits(many["state"], repeated(run.pool))
-    for mine, theirs in zip(run.window[:5], many["window"][:5], strict=True):
-        assert same_bits(theirs, repeated(mine))
-
-
-def same_windows(x: StepWindow, y: StepWindow) -> bool:
-    scales = x.scales is None or same_bits(x.scales, y.scales)
-    return scales and all(same_bits(*pair) for pair in zip(x[:5], y[:5], strict=True))
-
-
-@LAYOUTS
-@pytest.mark.parametrize("pool", [FP32, FP16, torch.int8])
-@pytest.mark.parametrize("states", [1, 256, 1024, 2**20])
-def test_both_kernels_of_one_token(
-    pool: torch.dtype,
-    v_first: bool,
-    states: int,
-    backend: str,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernels that serve K = V = 128 in bf16, at sizes and in dtypes that the interpreter has,
-    against the other kernel, whose bits they have."""
-    from gdn_triton.recurrent.triton import window_plan
-    from gdn_triton.recurrent.triton.window_form import early_form, few_form
-
-    if backend == "reference":
-        pytest.skip("it has no kernels")
-    sizes = {"K": 128, "V": 128, "H": 2, "HV": 4} if device == "cuda" else {}
-    # With int8 states the bits are equal in bf16 alone, for which the kernel is chosen.
-    dtype = BF16 if device == "cuda" and pool is torch.int8 else tokens_of(pool)
-    case = Case(N=2, pool=pool, v_first=v_first, dtype=dtype, raw=True)
-    run = Decoding(replace(case, **sizes), device)
-    other = copied(run)
-    for _ in range(run.case.period + 3):
-        x = run.tokens(1)
-        monkeypatch.setattr(plans, "_plans", {})
-        o = recurrent_step(**{**run.arguments(x), **other})
-        monkeypatch.setattr(plans, "_plans", {})
-        with monkeypatch.context() as patch:
-            of_states = pool.itemsize, v_first, states
-            form = few_form(*of_states) or early_form(*of_states)
-            if form is not None and device == "cpu":
-                # numpy's products of 16 rows round otherwise than those of 32 rows.
-                form = form._replace(BV=max(form.BV, 32))
-            patch.setattr(window_plan, "_early_form", lambda _, form=form: form)
-            assert same_bits(run.step(x), o)
-    assert same_bits(run.pool, other["state"])
-    assert same_windows(run.window, other["window"])
-    run.finish()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -409,48 +297,6 @@ def test_records_in_pages(pool: torch.dtype, max_tokens: int, device: str) -> No
     for name, page in pages.items():
         assert same_bits(page, getattr(dense, name))
         assert page._base is not None and (page._base[:, :8] == -7).all()
-
-
-@pytest.mark.parametrize("v_first", [True, False])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("pieces", [16, 128])
-def test_both_forms_of_drafts(
-    pieces: int,
-    pool: torch.dtype,
-    v_first: bool,
-    backend: str,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The form that issues all loads first, with its state in registers or in shared memory, has
-    the bits of the other form, for packed tokens and trees too. On a GPU a 16-bit state in
-    registers has the bits of pieces of 32 channels; the interpreter adds these in another order."""
-    from gdn_triton.recurrent.triton import window_plan
-
-    if backend == "reference":
-        pytest.skip("it has no kernels")
-    sizes = {"K": 128, "V": 128, "H": 2, "HV": 4} if device == "cuda" else {}
-    case = replace(DRAFTS, pool=pool, v_first=v_first, dtype=tokens_of(pool), raw=True, **sizes)
-    run = Decoding(case, device)
-    other = copied(run)
-    chosen = window_plan._step_form
-    of_other = 32 if device == "cuda" and pool.itemsize == 2 else pieces
-    for i in range(9):
-        x = run.tokens(3)
-        given = run.arguments(x, [3] * case.N if i % 3 == 1 else None)
-        if i % 3 == 2:
-            given["parents"] = torch.tensor([[-1, 0, 0]], device=device).repeat(case.N, 1)
-        results = []
-        for early, KI, states in ((False, of_other, other), (True, pieces, {})):
-            monkeypatch.setattr(plans, "_plans", {})
-            form = {"early": early, "KI": KI}
-            patched = lambda p, form=form: chosen(p)._replace(**form)  # noqa: E731
-            monkeypatch.setattr(window_plan, "_step_form", patched)
-            results.append(recurrent_step(**{**given, **states}))
-        assert same_bits(*results)
-        run.positions = run.positions + (1 if i % 3 == 2 else 3)
-        assert same_bits(run.pool, other["state"])
-        assert same_windows(run.window, other["window"])
 
 
 def test_out_and_strides(device: str) -> None:

@@ -4,7 +4,7 @@ outside of the tensors of a launch, and holds the gradients to float64.
     PYTHONPATH=.:tests/support python -m gluon_backward [--select REGEX]
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
-gdn_triton/chunk/triton/hopper/releases.py). Needs g++ on x86_64. The portable kernels of such a
+gdn_triton/_host/gluon.py). Needs g++ on x86_64. The portable kernels of such a
 call run in the emulator too, except for the one that makes the table of the chunks.
 """
 

@@ -3,7 +3,7 @@
     python tests/support/gluon_code.py
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
-gdn_triton/chunk/triton/hopper/releases.py). The package's own launch code runs on CPU tensors, as
+gdn_triton/_host/gluon.py). The package's own launch code runs on CPU tensors, as
 in compile_targets.py. Judged: that the assembler serialises no matrix product (its advisories C7500
 to C7599), stack, its use in the state's loop, shared memory, that no matrix product reads a
 register that nothing wrote, and that the memory of barriers holds nothing else. Exits with 1 and a
@@ -25,16 +25,19 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gluon_gradients
+import gluon_window
 import torch
 from gluon_walks import chunk_table, make_given, walk_case, walks_of
 from helpers import Case
 from target_calls import BF16, Shape, make_call
 from target_code import (
+    accesses_before_the_wait,
     accesses_to_barriers,
     compile_only,
     disassembled,
     loads_in_flight,
     local_memory_around,
+    overlong_layouts,
     overwritten_operands,
     stack_and_registers,
     stale_uniform_registers,
@@ -43,6 +46,7 @@ from target_code import (
 from triton.backends.compiler import GPUTarget
 
 from gdn_triton.chunk.triton.hopper.walks.launch import ONE, TWO, Plan
+from gdn_triton.recurrent.triton.window_form import WindowForm
 
 if TYPE_CHECKING:
     from gdn_triton.chunk.problem import Pool, Problem
@@ -295,8 +299,38 @@ def judge_walks() -> list[str]:
     return wrong
 
 
+def compiled_window(dtype: torch.dtype, *, v_first: bool, form: WindowForm) -> Any:
+    """The kernel of a step with a window."""
+    from gdn_triton.recurrent.triton import window_plan
+
+    problem, x = gluon_window.make_call(dtype, v_first=v_first, norm=True, seed=0)
+    with (
+        compile_only(TARGET) as kernels,
+        mock.patch.object(window_plan, "_copied_form", lambda *_: form),
+    ):
+        window_plan.plan(problem, x)(x)
+    (one,) = kernels
+    return one.kernel
+
+
+def judge_windows() -> list[str]:
+    wrong = []
+    for dtype, v_first, form in gluon_window.forms():
+        kernel = compiled_window(dtype, v_first=v_first, form=form)
+        stack, registers = stack_and_registers(kernel.asm["cubin"])
+        shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
+        name = f"window of {dtype}, value-first {v_first:1}, {form.BV} columns"
+        print(f"{name} shared {shared:7} stack {stack:4} registers {registers:3}", flush=True)
+        found = [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
+        found += [*unwritten_uniform_registers(sass), *overlong_layouts(kernel.asm["ttgir"])]
+        if stack > 0:
+            found.append(f"{stack} bytes of stack")
+        wrong += [f"{name}: {text}" for text in found]
+    return wrong
+
+
 def main() -> int:
-    wrong = [*judge_walks(), *judge_gradients()]
+    wrong = [*judge_windows(), *judge_walks(), *judge_gradients()]
     for call in CALLS:
         for kernel in compiled(call):
             stack, registers = stack_and_registers(kernel.asm["cubin"])

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/support python -m gluon_emulated [--random 20] [--select REGEX]
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
-gdn_triton/chunk/triton/hopper/releases.py). Needs g++ on x86_64. `--random` adds random calls, of
+gdn_triton/_host/gluon.py). Needs g++ on x86_64. `--random` adds random calls, of
 every size, length and kind of gate.
 """
 

@@ -4,7 +4,7 @@ float64.
     PYTHONPATH=.:tests/support python -m gluon_walks [--select REGEX]
 
 With the installed Triton, of whose releases the package lists some (RELEASES of
-gdn_triton/chunk/triton/hopper/releases.py). Needs g++ on x86_64.
+gdn_triton/_host/gluon.py). Needs g++ on x86_64.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import Case
 
+from gdn_triton._host import gluon
 from gdn_triton.chunk.triton.hopper import support
 
 hopper = pytest.mark.gpu("the interpreter runs no Gluon")
@@ -45,8 +46,8 @@ ONE_TO_ONE = hopper_case("one-to-one", "a value head a key head", lengths=(130, 
 def as_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusals are those of a GPU of 132 multiprocessors with a listed release of Triton."""
     monkeypatch.delenv("GDN_GLUON", raising=False)
-    monkeypatch.setattr(support, "_device_refusal", lambda device: None)
-    monkeypatch.setattr(support, "_release_refusal", lambda: None)
+    monkeypatch.setattr(gluon, "device_refusal", lambda device: None)
+    monkeypatch.setattr(gluon, "release_refusal", lambda: None)
     monkeypatch.setattr(support, "_multiprocessors", lambda device: 132)
 
 
@@ -55,7 +56,7 @@ def run_by_gluon(monkeypatch: pytest.MonkeyPatch, portable: Any = None) -> None:
     or a release of Triton that has none of them. portable: a kernel that must not run."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the GPU has another compute capability")
-    refusal = support._release_refusal()
+    refusal = gluon.release_refusal()
     if refusal is not None:
         pytest.skip(refusal)
 

@@ -4,8 +4,9 @@ results."""
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from helpers import FP32, FP64, assert_within_budget
+from helpers import BF16, FP16, FP32, FP64, assert_within_budget, same_bits
 from recurrent_cases import exact, normal, uniform
 from torch import Tensor
 
@@ -38,6 +39,31 @@ class Case:
     @property
     def period(self) -> int:
         return fold_period(self.rows, self.max_tokens)
+
+
+_BF16_MARK = pytest.mark.gpu("bf16 is not used in Triton's interpreter")
+POOLS = [
+    pytest.param(FP32, id="pool-fp32"),
+    pytest.param(FP16, id="pool-fp16"),
+    pytest.param(BF16, id="pool-bf16", marks=_BF16_MARK),
+    pytest.param(torch.int8, id="pool-int8"),
+]
+
+
+def tokens_of(pool: torch.dtype) -> torch.dtype:
+    """The dtype of the tokens of a test that has the tokens in the pool's dtype."""
+    return FP16 if pool == torch.int8 else pool
+
+
+LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["key-first", "value-first"])
+TOKENS = ("q", "k", "v", "mixed_qkv", "g", "beta", "a", "b")
+DRAFTS = Case(rows=7, max_tokens=3)
+REAL = [
+    Case(K=128, V=128, H=16, HV=32, N=5, rows=16, dtype=BF16, raw=True, mixed=True),
+    Case(K=128, V=128, H=16, HV=32, N=5, rows=16, max_tokens=4, dtype=BF16, raw=True, mixed=True),
+    Case(K=256, V=300, H=2, HV=4, rows=16, max_tokens=2, dtype=FP16),
+    Case(K=100, V=300, H=2, HV=2, rows=32, dtype=FP32),
+]
 
 
 def rounded_states(states: Tensor, pool: torch.dtype) -> Tensor:
@@ -225,3 +251,19 @@ class Decoding:
             found, dtype = found * self.window.scales[slots][..., None, :], FP32
         expected = self.exact[self.live]
         assert_within_budget("states", found, expected, narrow, dtype=dtype, unit=unit)
+
+
+def copied(run: Decoding) -> dict[str, Any]:
+    return {
+        "state": run.pool.clone(),
+        "window": run.window._replace(**{name: y.clone() for name, y in parts(run).items()}),
+    }
+
+
+def parts(run: Decoding) -> dict[str, Tensor]:
+    return {name: y for name, y in run.window._asdict().items() if isinstance(y, Tensor)}
+
+
+def same_windows(x: StepWindow, y: StepWindow) -> bool:
+    scales = x.scales is None or same_bits(x.scales, y.scales)
+    return scales and all(same_bits(*pair) for pair in zip(x[:5], y[:5], strict=True))

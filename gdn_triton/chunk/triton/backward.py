@@ -169,7 +169,7 @@ def of_chunks(
     instead of dx."""
     p, (_, do, chunks, c) = problem, begun
     if on_hopper:
-        # Releases of Triton that are not listed in hopper/releases.py may lack names of Gluon.
+        # Releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.gradients.launch import chunk_gradients
 
         return chunk_gradients(
@@ -304,7 +304,7 @@ def gradients(
     the function that makes the states. walks_on_hopper: the kernels for compute capability 9.0 do
     so instead; gradients_on_hopper: the kernel for it makes the gradients of chunks."""
     if walks_on_hopper:
-        # Releases of Triton that are not listed in hopper/releases.py may lack names of Gluon.
+        # Releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
         from gdn_triton.chunk.triton.hopper.walks.launch import choose_plan, walks
 
         walk = functools.partial(walks, plan=choose_plan(problem))

@@ -198,9 +198,9 @@ def forward(
 def forward_hopper(
     problem: Problem, x: Inputs, pool: Pool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Does the same in one kernel, for problems that ``hopper_refusal`` (hopper/releases.py) does
+    """Does the same in one kernel, for problems that ``hopper_refusal`` (hopper/support.py) does
     not refuse."""
-    # Import here: releases of Triton that hopper/releases.py does not list may lack names of Gluon.
+    # Import here: releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
     from gdn_triton.chunk.triton.hopper.launch import hopper_fwd
 
     with on_device(x.q.device):

@@ -9,7 +9,8 @@ class WindowForm(NamedTuple):
     with one token the kernel is that of `window_early.py` or, with few, that of `window_few.py`.
     records_first: the kernel of `window_early.py` loads the records before the state. registers:
     the largest number per thread, which limits the programs per multiprocessor; None: the
-    compiler's choice. None of these four changes a bit."""
+    compiler's choice. copied: the kernel is that of `hopper/window.py`. None of these five changes
+    a bit."""
 
     BV: int
     warps: int
@@ -20,6 +21,7 @@ class WindowForm(NamedTuple):
     registers: int | None = None
     records_first: bool = False
     few: bool = False
+    copied: bool = False
 
 
 # Up to this many float32 states, or value-first 16-bit states, the kernel of `window_few.py` is
@@ -41,6 +43,14 @@ LEAST_STATES = 128
 # percent faster with 3072 value-first states, 8 percent with 16384, and 3 percent slower with 2048;
 # they were 2 percent faster with 1536 key-first states, and slower with 1024.
 MOST_STATES, MOST_KEY_FIRST_STATES = 2048, 1024
+
+# The kernel of `hopper/window.py` has programs of 32 columns for up to this many float32 states. On
+# an H200 a step of 512 states then took 9.2 us instead of 9.5, and of 2048 states as long.
+FEW_COPIED_STATES = 1024
+# Up to this many 16-bit states the kernels of `window_few.py` and `window_early.py` are as fast.
+FEWEST_COPIED_STATES = 256
+# Up to this many value-first 16-bit states programs of one warp and 32 columns are faster.
+FEW_NARROW_COPIED_STATES = 2048
 
 
 def window_form(state_itemsize: int, one_token: bool) -> WindowForm:
@@ -116,4 +126,22 @@ def few_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | No
         return WindowForm(BV=16 if v_first else 32, warps=2, KI=32, FI=128, early=True, few=True)
     if state_itemsize == 2 and v_first and states <= FEWEST_NARROW_STATES:
         return WindowForm(BV=16, warps=2, KI=128, FI=128, dot=True, early=True, few=True)
+    return None
+
+
+def copied_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm | None:
+    """Returns the form of a call of one token that runs the kernel of `hopper/window.py`, or None
+    where another kernel is faster. It has the bits of the other forms."""
+    if state_itemsize == 4:
+        BV, registers = (32, 128) if states <= FEW_COPIED_STATES else (64, 168)
+        return WindowForm(BV=BV, warps=2, KI=32, FI=32, registers=registers, copied=True)
+    if state_itemsize == 2 and states > FEWEST_COPIED_STATES:
+        BV, warps, registers = 64, 2, 128
+        if v_first and states <= FEW_NARROW_COPIED_STATES:
+            BV, warps, registers = 32, 1, 168
+        elif states <= FEW_STATES:
+            BV = 32
+        return WindowForm(
+            BV=BV, warps=warps, KI=64, FI=32, dot=True, registers=registers, copied=True
+        )
     return None

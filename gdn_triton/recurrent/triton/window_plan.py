@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from gdn_triton._host.device import on_device
+from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch
 from gdn_triton._triton.strides import named, state_strides
@@ -33,6 +34,7 @@ from gdn_triton.recurrent.triton.window_fold import (
 from gdn_triton.recurrent.triton.window_form import (
     FEW_STATES,
     WindowForm,
+    copied_form,
     drafts_form,
     early_form,
     few_form,
@@ -49,6 +51,9 @@ LEAST_TOKENS: Final = 4
 MOST_WARPS: Final = 4
 # The most pieces of a state that a program has in shared memory at once.
 MOST_PIECES: Final = 4
+# The rows of a window, and the bytes of a copy, in the kernel of `hopper/window.py`.
+MOST_ROWS: Final = 16
+COPIED: Final = 16
 
 
 def _tile(form: WindowForm, p: RecurrentProblem | FoldProblem) -> dict[str, Any]:
@@ -114,16 +119,47 @@ def _step_form(p: RecurrentProblem) -> WindowForm:
 EARLY_STATES: Final = (torch.bfloat16, torch.float32, torch.int8)
 
 
+def _is_common(p: RecurrentProblem) -> bool:
+    """Returns whether a step is one for which the registers of the kernels of `window_early.py`,
+    `window_few.py` and `hopper/window.py` were chosen."""
+    if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
+        return False
+    return {p.q_dtype, p.k_dtype} == {torch.bfloat16} and p.state_dtype in EARLY_STATES
+
+
 def _early_form(p: RecurrentProblem) -> WindowForm | None:
     """Returns the form of a step that runs the kernel of `window_early.py` or `window_few.py`, or
-    None. These kernels serve the calls for which their registers were chosen."""
-    if not _takes_one(p) or p.max_tokens != 1 or (p.K, p.V) != (128, 128):
-        return None
-    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
+    None."""
+    if not _is_common(p):
         return None
     of_states = p.state_dtype.itemsize, p.state_v_first, p.N * p.HV
     # Where a warp has 64 lanes, a sum over K would have another order in the kernel of few states.
     return (None if compiler() == "hip" else few_form(*of_states)) or early_form(*of_states)
+
+
+def _copied_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
+    """Returns the form of a step that runs the kernel of `hopper/window.py`, or None. The kernel
+    copies 16 bytes at once, so all its strides of states are multiples of 16 bytes."""
+    if not _is_common(p) or p.v_dtype != torch.bfloat16 or p.window_rows > MOST_ROWS:
+        return None
+    assert x.state is not None and x.u_rows is not None and x.k_rows is not None
+    hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
+    inner = (1, p.K) if p.state_v_first else (p.V, 1)
+    if x.scales is not None or (hk, hv) != inner:
+        return None
+    steps = ((x.state, hn), (x.state, hh), (x.u_rows, x.u_rows.stride(0)))
+    steps += ((x.k_rows, x.k_rows.stride(0)),)
+    if any(n * y.dtype.itemsize % COPIED != 0 for y, n in steps):
+        return None
+    form = copied_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+    return None if form is None or gluon_refusal(p.device) is not None else form
+
+
+def _copies_whole(x: Operands) -> bool:
+    """Returns whether the tensors that the kernel of `hopper/window.py` copies begin at multiples
+    of 16 bytes."""
+    copied = (x.state, x.u_rows, x.k_rows)
+    return all(y is not None and y.data_ptr() % COPIED == 0 for y in copied)
 
 
 def _releases(p: RecurrentProblem) -> bool:
@@ -246,6 +282,17 @@ def launch_arguments(
     }
 
 
+def _copied_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: WindowForm) -> Launch:
+    # Import here: releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
+    from gdn_triton.recurrent.triton.hopper.window import window_copied_fwd_kernel as kernel
+
+    _, fixed = launch_arguments(p, x, o)
+    fixed |= _tile(form, p) | dependent_launch(gpu_of(p.device))
+    fixed["RELEASE"] = fixed["DEPENDENT"] and _releases(p)
+    names = {*kernel.arg_names, *("num_warps", "maxnreg", "launch_pdl"), *UNFUSED}
+    return Launch(kernel, **{name: y for name, y in fixed.items() if name in names})
+
+
 def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:
     BV = _tile(form or _step_form(p), p)["BV"]
     return (-(-p.V // BV) * (p.N + p.is_varlen) * p.HV, 1, 1)
@@ -258,7 +305,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    early = _early_form(p)
+    early, copied = _early_form(p), _copied_form(p, operands)
     grid = step_grid(p, early)
 
     def output(y: Operands) -> Tensor:
@@ -269,6 +316,9 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     x = views(p, operands._replace(out=output(operands)))
     assert x.out is not None
     launch = make_launch(p, x, x.out)
+    if copied is not None:
+        copied_launch = _copied_launch(p, x, x.out, copied)
+        copied_grid = step_grid(p, copied)
 
     def run(y: Operands) -> tuple[Tensor, Tensor | None]:
         o = output(y)
@@ -294,7 +344,10 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "positions": y.positions,
             "scales": y.scales,
         }
-        if early is not None:
+        if copied is not None and _copies_whole(y):
+            del pointers["scales"]
+            copied_launch(copied_grid, **pointers)
+        elif early is not None:
             launch(grid, **pointers, N=p.N)
         elif one:
             launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)

@@ -106,9 +106,11 @@ EMULATOR_OP2(mul_hi_u32, uint32_t, (uint64_t(a) * b) >> 32)
 EMULATOR_OP2(mul_hi_u64, uint64_t, (static_cast<unsigned __int128>(a) * b) >> 64)
 inline uint64_t mul_wide_s32(uint32_t a, uint32_t b) { return uint64_t(int64_t(int32_t(a)) * int32_t(b)); }
 inline uint32_t mul_wide_u16(uint16_t a, uint16_t b) { return uint32_t(a) * b; }
+inline uint32_t mul_wide_s16(uint16_t a, uint16_t b) { return uint32_t(int32_t(int16_t(a)) * int16_t(b)); }
 inline uint32_t mad_wide_u16(uint16_t a, uint16_t b, uint32_t c) { return uint32_t(a) * b + c; }
 inline uint64_t mul_wide_u32(uint32_t a, uint32_t b) { return uint64_t(a) * b; }
 inline uint64_t mad_lo_s64(uint64_t a, uint64_t b, uint64_t c) { return a * b + c; }
+inline uint16_t mad_lo_s16(uint16_t a, uint16_t b, uint16_t c) { return uint16_t(uint32_t(a) * b + c); }
 inline uint32_t mad_lo_s32(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 // The table says for each bit the result of the three bits there.
 inline uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
@@ -126,6 +128,12 @@ inline bool xor_pred(bool a, bool b) { return a != b; }
 inline bool not_pred(bool a) { return !a; }
 inline uint32_t bfe_u32(uint32_t a, uint32_t at, uint32_t length) {
   return length == 0 ? 0 : (a >> at) & (length < 32 ? (1u << length) - 1 : ~0u);
+}
+inline uint64_t bfe_u64(uint64_t a, uint32_t at, uint32_t length) {
+  at &= 255, length &= 255;
+  if (at > 63 || length == 0) return 0;
+  const uint64_t x = a >> at;
+  return length > 63 ? x : x & ((uint64_t(1) << length) - 1);
 }
 inline uint32_t bfe_s32(uint32_t a, uint32_t at, uint32_t length) {  // of at most 32 bits in all
   return length == 0 ? 0 : uint32_t(int32_t(a << (32 - at - length)) >> (32 - length));
@@ -175,6 +183,9 @@ inline uint32_t ex2_approx_f32(uint32_t a) { return bits(std::exp2(f(a))); }
 inline uint32_t flushed(uint32_t a) { return (a & 0x7f800000u) ? a : a & 0x80000000u; }
 inline uint32_t rsqrt_approx_ftz_f32(uint32_t a) { return flushed(rsqrt_approx_f32(flushed(a))); }
 inline uint32_t ex2_approx_ftz_f32(uint32_t a) { return flushed(ex2_approx_f32(flushed(a))); }
+inline uint32_t fma_rn_ftz_f32(uint32_t a, uint32_t b, uint32_t c) {
+  return flushed(fma_rn_f32(flushed(a), flushed(b), flushed(c)));
+}
 
 // Two 16-bit values a word.
 template <class Function>
@@ -255,6 +266,7 @@ inline uint32_t cvt_s32_s16(uint16_t a) { return uint32_t(int32_t(int16_t(a))); 
 inline uint32_t cvt_u32_u16(uint16_t a) { return a; }
 inline uint64_t cvt_u64_u16(uint16_t a) { return a; }
 inline uint16_t cvt_u16_u32(uint32_t a) { return uint16_t(a); }
+inline uint16_t cvt_s16_s8(uint16_t a) { return uint16_t(int16_t(int8_t(a))); }
 inline uint32_t cvt_rn_f32_s32(uint32_t a) { return bits(float(int32_t(a))); }
 inline uint32_t cvt_rn_f32_u32(uint32_t a) { return bits(float(a)); }
 inline uint32_t cvt_rn_f32_s16(uint16_t a) { return bits(float(int16_t(a))); }

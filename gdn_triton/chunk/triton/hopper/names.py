@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between releases of Triton (releases.py lists them), and
+"""Names of Gluon that differ between releases of Triton (`_host/gluon.py` lists them), and
 helpers that every role needs."""
 
 import triton
@@ -20,16 +20,6 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Whether Triton copies an operand in registers before each product that reads it.
 COPIES = gl.constexpr(Version(triton.__version__) >= Version("3.8"))
-_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@gluon.jit
-def viewed(tile, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Returns the bytes of a tile in shared memory as a tile of another dtype, shape and layout."""
-    if _PUBLIC_REINTERPRET:
-        return tile.reinterpret(dtype, shape, layout)
-    else:
-        return tile._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit

@@ -3,8 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import add, log2_decay
-from gdn_triton.chunk.triton.hopper.names import CHUNK, viewed
+from gdn_triton.chunk.triton.hopper.names import CHUNK
 
 # The decay, in log2 units, after which hardly anything is left of a state, and the chunks of the
 # longest window.

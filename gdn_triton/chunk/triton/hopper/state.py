@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import (
     C_VECTOR,
     COLUMN_EXPONENTS,
@@ -48,7 +49,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     scalar_of,
     store_tile,
     times_power,
-    viewed,
 )
 
 # The largest difference between states that count as equal, relative to the largest entry. Two

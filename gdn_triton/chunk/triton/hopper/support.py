@@ -2,18 +2,14 @@
 import Triton."""
 
 import functools
-import logging
 from typing import Final
 
 import torch
 
-from gdn_triton._host.environment import variable
+from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton.chunk.problem import Problem
-from gdn_triton.chunk.triton.hopper.releases import RELEASES, installed_release
 from gdn_triton.chunk.triton.hopper.segments import choose_cut, states_at_once
 from gdn_triton.chunk.triton.hopper.walks.segments import FEWEST_WALKS, choose_segment
-
-SWITCH: Final = "GDN_GLUON"
 
 # States for each multiprocessor, below which the portable kernels, whose programs own fewer columns
 # of a state, may be faster for sequences that are not cut. Measured on an H100 (docs/gluon.md).
@@ -33,8 +29,6 @@ MOST_BACKWARD_KEYS: Final = 128
 
 # The channels of V that the kernel of the gradients of chunks has room for.
 MOST_GRADIENT_CHANNELS: Final = 128
-
-_logger = logging.getLogger("gdn_triton")
 
 
 def hopper_refusal(problem: Problem) -> str | None:
@@ -96,11 +90,7 @@ def _any_refusal(problem: Problem, most_keys: int) -> str | None:
     """Returns the refusal that does not depend on the number of states, of a kernel with room for
     so many channels of K, or None."""
     p = problem
-    if not _asked():
-        return f"{SWITCH}=0 asks for them."
-    if p.device.type != "cuda":
-        return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
-    return _device_refusal(p.device) or _release_refusal() or sizes_refusal(p, most_keys)
+    return gluon_refusal(p.device) or sizes_refusal(p, most_keys)
 
 
 def sizes_refusal(problem: Problem, most_keys: int) -> str | None:
@@ -119,39 +109,6 @@ def sizes_refusal(problem: Problem, most_keys: int) -> str | None:
     return None
 
 
-def _asked() -> bool:
-    value = variable(SWITCH)
-    if value not in (None, "0", "1"):
-        raise ValueError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return value != "0"
-
-
-# The device and the release of Triton do not change within a process.
-
-
-@functools.cache
-def _device_refusal(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU."
-    major, minor = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or (major, minor) != (9, 0):
-        return f"The GPU has compute capability {major}.{minor}, not 9.0."
-    return None
-
-
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _release_refusal() -> str | None:
-    release = installed_release()
-    if release in RELEASES:
-        return None
-    why = (
-        f"The kernel for compute capability 9.0 is for Triton {', '.join(RELEASES)}; the installed "
-        f"one is {release}."
-    )
-    _logger.info("%s The portable kernels run.", why)
-    return why

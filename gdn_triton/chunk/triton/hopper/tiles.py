@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import gates_walk
 from gdn_triton.chunk.triton.hopper.loader import loader_walk
 from gdn_triton.chunk.triton.hopper.names import (
@@ -20,7 +21,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     joined,
     load_tile,
     opaque,
-    viewed,
 )
 from gdn_triton.chunk.triton.hopper.norms import NORM_WARPS, norm_walk
 from gdn_triton.chunk.triton.hopper.state import state_walk

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
     COLUMN_EXPONENTS,
@@ -39,7 +40,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     rounded,
     scalar_of,
     times_power,
-    viewed,
 )
 from gdn_triton.chunk.triton.hopper.norms import normalize_keys
 

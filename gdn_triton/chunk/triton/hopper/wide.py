@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
     C_VECTOR,
@@ -44,7 +45,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     power,
     rounded,
     scalar_of,
-    viewed,
 )
 from gdn_triton.chunk.triton.hopper.state import (
     decayed,

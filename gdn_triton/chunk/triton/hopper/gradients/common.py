@@ -3,8 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.gradients import gate
-from gdn_triton.chunk.triton.hopper.names import CHUNK, viewed
+from gdn_triton.chunk.triton.hopper.names import CHUNK
 
 # The rows of a pair: two tiles of a chunk, one above the other.
 PAIR = gl.constexpr(128)

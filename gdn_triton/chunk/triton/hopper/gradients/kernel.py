@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gradients.common import (
     FACTOR_VECTORS,
     G_VECTOR,
@@ -34,7 +35,7 @@ from gdn_triton.chunk.triton.hopper.gradients.common import (
 )
 from gdn_triton.chunk.triton.hopper.gradients.products import keys_role, queries_role
 from gdn_triton.chunk.triton.hopper.gradients.values import values_role
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
+from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gradients.common import (
     LAST_VECTOR,
     PAIR,
@@ -18,7 +19,7 @@ from gdn_triton.chunk.triton.hopper.gradients.common import (
     VECTORS,
     chunk_place,
 )
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, here, viewed
+from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, here
 
 PIECES = gl.constexpr(PAIR.value // PIECE.value)
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

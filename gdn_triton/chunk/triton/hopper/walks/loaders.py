@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile, viewed
+from gdn_triton._triton.views import viewed
+from gdn_triton.chunk.triton.hopper.names import CHUNK, advance, load_tile
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import D_VECTOR, STEEP, VECTORS
 from gdn_triton.chunk.triton.hopper.names import (
     CHUNK,
@@ -27,7 +28,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     rounded,
     scalar_of,
     store_tile,
-    viewed,
 )
 from gdn_triton.chunk.triton.hopper.state import SAME_START, differ, scores, store_values
 from gdn_triton.chunk.triton.hopper.walks.gates import (

@@ -1,0 +1,1 @@
+"""The Gluon kernel of a step with a window for compute capability 9.0."""
