@@ -104,6 +104,7 @@ def _planned(
             operator.name,
             torch.is_grad_enabled(),
             variable("GDN_BACKEND"),
+            variable("GDN_GLUON"),
         )
         plan = None if transformed else _plans.get(key)
     except (TypeError, RuntimeError):

@@ -108,8 +108,8 @@ class PreparedStep:
     combination of shapes, strides, dtypes and addresses of the tensors runs `recurrent_step`; later
     calls only compare these properties and launch. The address of an output that the step allocates
     is not compared. The step remembers launches, but no tensors of a call. The first call reads
-    `GDN_BACKEND`, and later calls use the same backend. Under a compiler, on a CPU and in the
-    reference backend every call runs `gdn_triton.recurrent_step`.
+    `GDN_BACKEND` and `GDN_GLUON`, and later calls run the same kernel. Under a compiler, on a CPU
+    and in the reference backend every call runs `gdn_triton.recurrent_step`.
     """
 
     __slots__ = ("_has_memory", "_held", "_known", "_last", "_options", "_state", "_written")

@@ -63,7 +63,8 @@ def run_layer(call: LayerCall) -> Tensor:
 def _key(call: LayerCall, tensors: tuple[Tensor | None, ...]) -> Hashable | None:
     """Returns a key of all properties on which the plan of a call depends, or None if the key
     cannot hold all of them."""
-    known: list[Hashable] = [torch.is_grad_enabled(), variable("GDN_BACKEND")]
+    known: list[Hashable] = [torch.is_grad_enabled()]
+    known += (variable("GDN_BACKEND"), variable("GDN_GLUON"))
     for option in call.options:
         # The key includes the types: True == 1 as a key, but validation refuses one of the two.
         if type(option) not in _PLAIN_OPTIONS:

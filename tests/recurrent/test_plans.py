@@ -8,6 +8,8 @@ import torch
 from helpers import same_bits
 
 from gdn_triton import fused_recurrent_gated_delta_rule, layer_step, recurrent_step
+from gdn_triton.recurrent import plans as recurrent_plans
+from gdn_triton.step import plans as layer_plans
 
 N, H, HV, K, V = 2, 1, 2, 8, 4
 
@@ -60,6 +62,17 @@ def test_another_backend(function: Function, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("GDN_BACKEND", "none")
     with pytest.raises(ValueError, match="GDN_BACKEND must be one of"):
         call(**given)
+
+
+def test_other_kernels(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, given, _ = function
+    plans = (recurrent_plans if call is not layer_step else layer_plans)._plans
+    counts = []
+    for value in ("1", "0", "1"):
+        monkeypatch.setenv("GDN_GLUON", value)
+        call(**given)
+        counts.append(len(plans))
+    assert counts == [counts[0], counts[0] + 1, counts[0] + 1]
 
 
 def test_with_and_without_gradients(function: Function) -> None:
