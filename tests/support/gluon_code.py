@@ -37,6 +37,7 @@ from target_code import (
     disassembled,
     loads_in_flight,
     local_memory_around,
+    narrow_strides,
     overlong_layouts,
     overwritten_operands,
     stack_and_registers,
@@ -323,6 +324,7 @@ def judge_windows() -> list[str]:
         print(f"{name} shared {shared:7} stack {stack:4} registers {registers:3}", flush=True)
         found = [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
         found += [*unwritten_uniform_registers(sass), *overlong_layouts(kernel.asm["ttgir"])]
+        found += narrow_strides(kernel.asm["ttgir"])
         if stack > 0:
             found.append(f"{stack} bytes of stack")
         wrong += [f"{name}: {text}" for text in found]

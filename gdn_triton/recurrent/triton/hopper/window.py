@@ -246,7 +246,7 @@ def window_copied_fwd_kernel(
     g_s = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
 
     i_v, i_nh = gl.program_id(0) % V_BLOCKS, gl.program_id(0) // V_BLOCKS
-    i_n, i_hv = (i_nh // HV).to(gl.int64), i_nh % HV
+    i_n, i_hv = (i_nh // HV).to(gl.int64), (i_nh % HV).to(gl.int64)
     i_h = i_hv // (HV // H)
     if DEPENDENT:
         gdc_wait()
@@ -290,7 +290,7 @@ def window_copied_fwd_kernel(
     async_copy.commit_group()
     o_a = gl.arange(0, K if KEY_FIRST else BV, gl.SliceLayout(1, STATE))
     o_b = gl.arange(0, BV if KEY_FIRST else K, gl.SliceLayout(0, STATE))
-    p_state = state + slot * stride_hn + i_hv.to(gl.int64) * stride_hh + i_v * BV * stride_hv
+    p_state = state + slot * stride_hn + i_hv * stride_hh + i_v * BV * stride_hv
     p_tile = p_state + (o_a[:, None] * (V if KEY_FIRST else K) + o_b[None, :])
     copy_async(state_s, p_tile, cache_modifier=".cg")
     async_copy.commit_group()
