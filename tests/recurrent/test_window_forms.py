@@ -1,6 +1,7 @@
 """Decoding with a window: the kernels and forms of Triton, of which a call runs the fastest, have
 the same bits."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,11 @@ from window_cases import (
     tokens_of,
 )
 
-from gdn_triton import recurrent_step
+from gdn_triton import make_window, recurrent_step
+from gdn_triton._host.records import Options
 from gdn_triton.recurrent import plans
+from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, RecurrentProblem, StepCall
+from gdn_triton.recurrent.validation import validate_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -154,3 +158,63 @@ def test_both_forms_of_drafts(
         run.positions = run.positions + (1 if i % 3 == 2 else 3)
         assert same_bits(run.pool, other["state"])
         assert same_windows(run.window, other["window"])
+
+
+def bf16_step(**changes: Callable[[Tensor], Tensor]) -> tuple[RecurrentProblem, Operands]:
+    """A step of 16 sequences with 16 heads each. changes: what becomes of the operands so named."""
+    N, H, HV, K = 16, 8, 16, 128
+    window = make_window(N, H, HV, K, K, BF16, "cpu", max_tokens=1)
+    q, k = torch.zeros(2, N, H, K, dtype=BF16)
+    g, beta = torch.zeros(2, N, HV)
+    x = Operands(
+        **{"q": q, "k": k, "v": torch.zeros(N, HV, K, dtype=BF16), "g": g, "beta": beta},
+        state=torch.zeros(N, HV, K, K),
+        read_slots=torch.arange(N),
+        positions=torch.zeros(N, dtype=torch.int32),
+        **{field: getattr(window, name) for field, name in WINDOW_AND_SCALES.items()},
+    )
+    x = x._replace(**{name: change(getattr(x, name)) for name, change in changes.items()})
+    options = Options(
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False,
+        state_v_first=True,
+        use_gate_in_kernel=False,
+    )
+    return validate_step(StepCall(x, options, None, "negative", False, 1)), x
+
+
+def spread(elements: int) -> Callable[[Tensor], Tensor]:
+    """Puts so many elements between slots."""
+
+    def apart(x: Tensor) -> Tensor:
+        rows = torch.zeros(len(x), x[0].numel() + elements, dtype=x.dtype)
+        return rows[:, : x[0].numel()].unflatten(1, x.shape[1:])
+
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, True),
+        ({"state": spread(16)}, True),
+        ({"state": spread(4)}, False),
+        ({"state": lambda x: x.mT}, False),
+        ({"u_rows": spread(4), "k_rows": spread(8), "g_rows": spread(1)}, True),
+        ({"u_rows": spread(2)}, False),
+        ({"k_rows": spread(4)}, False),
+        (dict.fromkeys(("q", "k", "v", "k_rows"), Tensor.half), False),
+    ],
+)
+def test_which_steps_copy(
+    changes: dict[str, Callable[[Tensor], Tensor]], copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Gluon kernel copies 16 bytes at once, and the compiler must see that they are aligned."""
+    from gdn_triton.recurrent.triton import window_plan
+
+    monkeypatch.setattr(window_plan, "gluon_refusal", lambda device: None)
+    assert (window_plan._copied_form(*bf16_step(**changes)) is not None) == copies
+    monkeypatch.undo()
+    monkeypatch.setenv("GDN_GLUON", "0")
+    assert window_plan._copied_form(*bf16_step(**changes)) is None

@@ -139,17 +139,16 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
 
 def _copied_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
     """Returns the form of a step that runs the kernel of `hopper/window.py`, or None. The kernel
-    copies 16 bytes at once, so all its strides of states are multiples of 16 bytes."""
+    copies 16 bytes at once. Triton only knows whether a stride of the states is a multiple of 16
+    elements."""
     if not _is_common(p) or p.v_dtype != torch.bfloat16 or p.window_rows > MOST_ROWS:
         return None
     assert x.state is not None and x.u_rows is not None and x.k_rows is not None
     hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
     inner = (1, p.K) if p.state_v_first else (p.V, 1)
-    if x.scales is not None or (hk, hv) != inner:
+    if x.scales is not None or (hk, hv) != inner or hn % 16 != 0 or hh % 16 != 0:
         return None
-    steps = ((x.state, hn), (x.state, hh), (x.u_rows, x.u_rows.stride(0)))
-    steps += ((x.k_rows, x.k_rows.stride(0)),)
-    if any(n * y.dtype.itemsize % COPIED != 0 for y, n in steps):
+    if any(y.stride(0) * y.dtype.itemsize % COPIED != 0 for y in (x.u_rows, x.k_rows)):
         return None
     form = copied_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
     return None if form is None or gluon_refusal(p.device) is not None else form
