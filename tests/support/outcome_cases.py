@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from function_cases import Function, copied, wide
-from helpers import FP64, assert_within_budget, same_bits
+from helpers import FP64, TRANSCENDENTALS, assert_within_budget, same_bits
 from torch import Tensor
 
 import gdn_triton
@@ -21,10 +21,6 @@ PACKAGE = str(Path(gdn_triton.__file__).parent)
 # In results of so few numbers each step of the computation may round in the same direction: the
 # norm or the activation, the decay, the product and the sum.
 ROUNDINGS = 4
-# An activation and a decay have an exponential or a logarithm each. In fp32 the functions of NumPy,
-# which Triton's interpreter calls, err by up to 4.3 units of roundoff, and the instruction of a GPU
-# errs by up to 4 units, 2^-22.
-TRANSCENDENTALS = 2 * 4.3 * 2.0**-24
 REFUSALS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 Results = Mapping[str, Tensor]
 
