@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from gdn_triton._triton.views import viewed
 from gdn_triton.chunk.triton.hopper.gates import (
     BETA_VECTOR,
     C_VECTOR,
@@ -52,7 +53,6 @@ from gdn_triton.chunk.triton.hopper.names import (
     opaque,
     scalar_of,
     store_tile,
-    viewed,
 )
 
 # Channels of K and of V; also the rows of a tile of k and q.

@@ -44,9 +44,10 @@ LEAST_STATES = 128
 # they were 2 percent faster with 1536 key-first states, and slower with 1024.
 MOST_STATES, MOST_KEY_FIRST_STATES = 2048, 1024
 
-# With more states than this the kernel of `hopper/window.py` is faster than those of
-# `window_few.py` and `window_early.py`, for an itemsize and for value-first or key-first states. On
-# an H200 they took up to 12 percent less time with fewer value-first float32 states.
+# The key is the itemsize of the states and whether they are value-first. With more states than the
+# value, the kernel of `hopper/window.py` is faster than those of `window_few.py` and
+# `window_early.py`. With fewer value-first float32 states the latter took up to 12 percent less
+# time on an H200.
 FEWEST_COPIED_STATES = {(4, True): 128, (4, False): 0, (2, True): 256, (2, False): 128}
 # The kernel of `hopper/window.py` has programs of fewer columns for up to this many float32 states,
 # or value-first 16-bit states. On an H200 512 float32 states took 7 percent less time, and 512

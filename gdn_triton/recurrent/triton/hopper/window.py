@@ -1,5 +1,5 @@
 """Decoding with a window, for one token in each sequence, in Gluon. A program copies its part of a
-state and the records to shared memory, and computes what does not need the state in the meantime.
+state and the records to shared memory, and computes what does not need the state before it arrives.
 `window_early.py` computes the same bits with the state in registers, and `window.py` has the
 equations."""
 
