@@ -32,16 +32,27 @@ def variable(name: str) -> str | None:
     return None if found is None else environment.decodevalue(found)
 
 
+def kernel_variables() -> tuple[str | None, str | None]:
+    """The values of the variables that choose the kernels of a recurrence or of a layer's step. A
+    plan of such a call holds its kernels."""
+    return variable("GDN_BACKEND"), variable("GDN_GLUON")
+
+
+def flag(name: str, *, default: bool) -> bool:
+    """The value of a variable that is 0 or 1, or `default`. Raises ValueError for another value."""
+    asked = variable(name)
+    if asked not in (None, "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {asked!r}")
+    return default if asked is None else asked == "1"
+
+
 def batch_invariant() -> bool:
     """Whether a sequence must give the same bits in any batch: with `GDN_BATCH_INVARIANT=1`, and
     inside of `invariant_calls`.
 
     Validation reads the variable at every call. Raises ValueError for a value other than 0 and 1.
     """
-    asked = variable(_NAME)
-    if asked not in (None, "0", "1"):
-        raise ValueError(f"{_NAME} must be 0 or 1, got {asked!r}")
-    return asked == "1" or _here.invariant
+    return flag(_NAME, default=False) or _here.invariant
 
 
 def traced_batch_invariant() -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from packaging.version import Version
 
-from gdn_triton._host.environment import variable
+from gdn_triton._host.environment import flag
 
 SWITCH: Final = "GDN_GLUON"
 
@@ -26,18 +26,11 @@ def gluon_refusal(device: torch.device) -> str | None:
 
     Raises ValueError if GDN_GLUON is neither 0 nor 1.
     """
-    if not _asked():
+    if not flag(SWITCH, default=True):
         return f"{SWITCH}=0 asks for them."
     if device.type != "cuda":
         return "The kernel for compute capability 9.0 takes tensors of an NVIDIA GPU."
     return device_refusal(device) or release_refusal()
-
-
-def _asked() -> bool:
-    value = variable(SWITCH)
-    if value not in (None, "0", "1"):
-        raise ValueError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return value != "0"
 
 
 # The device and the release of Triton do not change within a process.

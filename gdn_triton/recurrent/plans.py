@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn_triton._host.backends import Operator
-from gdn_triton._host.environment import variable
+from gdn_triton._host.environment import kernel_variables
 from gdn_triton._host.memory import Apart
 from gdn_triton._host.remembered import keep
 from gdn_triton._host.slots import check_contents, check_parents
@@ -103,8 +103,7 @@ def _planned(
             *_known(x),
             operator.name,
             torch.is_grad_enabled(),
-            variable("GDN_BACKEND"),
-            variable("GDN_GLUON"),
+            *kernel_variables(),
         )
         plan = None if transformed else _plans.get(key)
     except (TypeError, RuntimeError):

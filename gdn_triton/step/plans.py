@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn_triton._host.environment import variable
+from gdn_triton._host.environment import kernel_variables
 from gdn_triton._host.memory import Apart
 from gdn_triton._host.remembered import keep
 from gdn_triton._host.tensors import is_transformed, resolved
@@ -63,8 +63,7 @@ def run_layer(call: LayerCall) -> Tensor:
 def _key(call: LayerCall, tensors: tuple[Tensor | None, ...]) -> Hashable | None:
     """Returns a key of all properties on which the plan of a call depends, or None if the key
     cannot hold all of them."""
-    known: list[Hashable] = [torch.is_grad_enabled()]
-    known += (variable("GDN_BACKEND"), variable("GDN_GLUON"))
+    known: list[Hashable] = [torch.is_grad_enabled(), *kernel_variables()]
     for option in call.options:
         # The key includes the types: True == 1 as a key, but validation refuses one of the two.
         if type(option) not in _PLAIN_OPTIONS:
