@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-# All warps of a program meet there.
+# A barrier at which all warps of a program wait for each other.
 meet = getattr(gl, "barrier", None) or gl.thread_barrier
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

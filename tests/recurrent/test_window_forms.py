@@ -22,10 +22,8 @@ from window_cases import (
     tokens_of,
 )
 
-from gdn_triton import make_window, recurrent_step
-from gdn_triton._host.records import Options
+from gdn_triton import recurrent_step
 from gdn_triton.recurrent import plans
-from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, RecurrentProblem, StepCall
 from gdn_triton.recurrent.validation import validate_step
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -160,30 +158,6 @@ def test_both_forms_of_drafts(
         assert same_windows(run.window, other["window"])
 
 
-def bf16_step(**changes: Callable[[Tensor], Tensor]) -> tuple[RecurrentProblem, Operands]:
-    """A step of 16 sequences with 16 heads each. changes: what becomes of the operands so named."""
-    N, H, HV, K = 16, 8, 16, 128
-    window = make_window(N, H, HV, K, K, BF16, "cpu", max_tokens=1)
-    q, k = torch.zeros(2, N, H, K, dtype=BF16)
-    g, beta = torch.zeros(2, N, HV)
-    x = Operands(
-        **{"q": q, "k": k, "v": torch.zeros(N, HV, K, dtype=BF16), "g": g, "beta": beta},
-        state=torch.zeros(N, HV, K, K),
-        read_slots=torch.arange(N),
-        positions=torch.zeros(N, dtype=torch.int32),
-        **{field: getattr(window, name) for field, name in WINDOW_AND_SCALES.items()},
-    )
-    x = x._replace(**{name: change(getattr(x, name)) for name, change in changes.items()})
-    options = Options(
-        use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-        state_v_first=True,
-        use_gate_in_kernel=False,
-    )
-    return validate_step(StepCall(x, options, None, "negative", False, 1)), x
-
-
 def spread(elements: int) -> Callable[[Tensor], Tensor]:
     """Puts so many elements between slots."""
 
@@ -211,10 +185,15 @@ def test_which_steps_copy(
     changes: dict[str, Callable[[Tensor], Tensor]], copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Gluon kernel copies 16 bytes at once, and the compiler must see that they are aligned."""
+    from gluon_window import make_call
+
     from gdn_triton.recurrent.triton import window_plan
 
+    call = make_call(FP32, v_first=False, norm=False, seed=0)
+    given = {name: change(getattr(call.inputs, name)) for name, change in changes.items()}
+    call = call._replace(inputs=call.inputs._replace(**given))
     monkeypatch.setattr(window_plan, "gluon_refusal", lambda device: None)
-    assert (window_plan._copied_form(*bf16_step(**changes)) is not None) == copies
+    assert (window_plan._copied_form(validate_step(call), call.inputs) is not None) == copies
     monkeypatch.undo()
     monkeypatch.setenv("GDN_GLUON", "0")
-    assert window_plan._copied_form(*bf16_step(**changes)) is None
+    assert window_plan._copied_form(validate_step(call), call.inputs) is None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import FP16, FP32, FP64
-from window_cases import Case, Decoding, cloned_window
+from window_cases import LAYOUTS, Case, Decoding, cloned_window
 
 import gdn_triton
 from gdn_triton import fold_window, make_window, recurrent_step, restart_window
@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 INT8 = torch.int8
 CASE = Case(pool=INT8, max_tokens=2, dtype=FP16)
-LAYOUTS = pytest.mark.parametrize("v_first", [False, True], ids=["key-first", "value-first"])
 
 
 @pytest.fixture(autouse=True, params=["triton", "reference"])

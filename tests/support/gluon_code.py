@@ -303,13 +303,14 @@ def judge_walks() -> list[str]:
 def compiled_window(dtype: torch.dtype, *, v_first: bool, form: WindowForm) -> Any:
     """The kernel of a step with a window."""
     from gdn_triton.recurrent.triton import window_plan
+    from gdn_triton.recurrent.validation import validate_step
 
-    problem, x = gluon_window.make_call(dtype, v_first=v_first, norm=True, seed=0)
+    call = gluon_window.make_call(dtype, v_first=v_first, norm=True, seed=0)
     with (
         compile_only(TARGET) as kernels,
         mock.patch.object(window_plan, "_copied_form", lambda *_: form),
     ):
-        window_plan.plan(problem, x)(x)
+        window_plan.plan(validate_step(call), call.inputs)(call.inputs)
     (one,) = kernels
     return one.kernel
 

@@ -19,7 +19,7 @@ from emulator.gluon import emulated
 from torch import Tensor
 
 from gdn_triton._host.records import Options
-from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, RecurrentProblem, StepCall
+from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, StepCall
 from gdn_triton.recurrent.triton import window_plan
 from gdn_triton.recurrent.triton.window_form import WindowForm, copied_form
 from gdn_triton.recurrent.validation import validate_step
@@ -30,9 +30,7 @@ WRITTEN = ("state", "u_rows", "k_rows", "g_rows", "call_rows")
 NAME = "window_copied_fwd_kernel"
 
 
-def make_call(
-    dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int
-) -> tuple[RecurrentProblem, Operands]:
+def make_call(dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int) -> StepCall:
     """5 sequences of 4 value heads. norm: with 2 key heads, of a mixed call with every option;
     otherwise as many key heads."""
     N, H, HV, slots, R = 5, 2 if norm else 4, 4, 7, 16
@@ -76,21 +74,19 @@ def make_call(
         state_v_first=v_first,
         use_gate_in_kernel=norm,
     )
-    call = StepCall(x, options, None, "negative", is_mixed=norm, max_tokens=1)
-    return validate_step(call), x
+    return StepCall(x, options, None, "negative", is_mixed=norm, max_tokens=1)
 
 
-def run(
-    problem: RecurrentProblem, x: Operands, form: WindowForm | None, seed: int
-) -> dict[str, Tensor]:
+def run(call: StepCall, form: WindowForm | None, seed: int) -> dict[str, Tensor]:
     """o and the tensors that a step writes, by the kernel of `hopper/window.py` or, without a form,
     by another one."""
+    x = call.inputs
     x = x._replace(**{name: getattr(x, name).clone() for name in WRITTEN})
     launched = {NAME: ("o", *WRITTEN)} if form else {}
     independent = mock.patch.object(window_plan, "dependent_launch", lambda _: {"DEPENDENT": False})
     chosen = mock.patch.object(window_plan, "_copied_form", lambda *_: form)
     with independent, chosen, emulated(launched, seed=seed, races=form is not None):
-        o, _ = window_plan.plan(problem, x)(x)
+        o, _ = window_plan.plan(validate_step(call), x)(x)
     return {"o": o, **{name: getattr(x, name) for name in WRITTEN}}
 
 
@@ -107,9 +103,8 @@ def main() -> int:
     for seed, ((dtype, v_first, form), norm) in enumerate(
         itertools.product(forms(), (True, False))
     ):
-        problem, x = make_call(dtype, v_first=v_first, norm=norm, seed=seed)
-        found = run(problem, x, form, seed)
-        expected = run(problem, x, None, seed)
+        call = make_call(dtype, v_first=v_first, norm=norm, seed=seed)
+        found, expected = run(call, form, seed), run(call, None, seed)
         wrong = [
             name
             for name, y in expected.items()

@@ -254,10 +254,7 @@ class Decoding:
 
 
 def copied(run: Decoding) -> dict[str, Any]:
-    return {
-        "state": run.pool.clone(),
-        "window": run.window._replace(**{name: y.clone() for name, y in parts(run).items()}),
-    }
+    return {"state": run.pool.clone(), "window": cloned_window(run.window)}
 
 
 def parts(run: Decoding) -> dict[str, Tensor]:

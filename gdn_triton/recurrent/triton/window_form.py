@@ -9,8 +9,7 @@ class WindowForm(NamedTuple):
     with one token the kernel is that of `window_early.py` or, with few, that of `window_few.py`.
     records_first: the kernel of `window_early.py` loads the records before the state. registers:
     the largest number per thread, which limits the programs per multiprocessor; None: the
-    compiler's choice. copied: the kernel is that of `hopper/window.py`. None of these five changes
-    a bit."""
+    compiler's choice. None of these four changes a bit."""
 
     BV: int
     warps: int
@@ -21,7 +20,6 @@ class WindowForm(NamedTuple):
     registers: int | None = None
     records_first: bool = False
     few: bool = False
-    copied: bool = False
 
 
 # Up to this many float32 states, or value-first 16-bit states, the kernel of `window_few.py` is
@@ -139,10 +137,10 @@ def copied_form(state_itemsize: int, v_first: bool, states: int) -> WindowForm |
         return None
     if state_itemsize == 4:
         BV, registers = (32, 128) if states <= FEW_COPIED_STATES else (64, 168)
-        return WindowForm(BV=BV, warps=2, KI=32, FI=32, registers=registers, copied=True)
+        return WindowForm(BV=BV, warps=2, KI=32, FI=32, registers=registers)
     BV, warps, registers = 64, 2, 128
     if v_first and states <= FEW_NARROW_COPIED_STATES:
         BV, warps, registers = 32, 1, 168
     elif states <= FEW_STATES:
         BV = 32
-    return WindowForm(BV=BV, warps=warps, KI=64, FI=32, dot=True, registers=registers, copied=True)
+    return WindowForm(BV=BV, warps=warps, KI=64, FI=32, dot=True, registers=registers)

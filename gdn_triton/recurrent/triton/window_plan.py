@@ -146,7 +146,7 @@ def _copied_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
     assert x.state is not None and x.u_rows is not None and x.k_rows is not None
     hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
     inner = (1, p.K) if p.state_v_first else (p.V, 1)
-    if x.scales is not None or (hk, hv) != inner or hn % 16 != 0 or hh % 16 != 0:
+    if (hk, hv) != inner or hn % 16 != 0 or hh % 16 != 0:
         return None
     if any(y.stride(0) * y.dtype.itemsize % COPIED != 0 for y in (x.u_rows, x.k_rows)):
         return None
@@ -341,17 +341,15 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "start": y.start,
             "slots": y.read_slots,
             "positions": y.positions,
-            "scales": y.scales,
         }
         if copied is not None and _copies_whole(y):
-            del pointers["scales"]
             copied_launch(copied_grid, **pointers)
         elif early is not None:
-            launch(grid, **pointers, N=p.N)
+            launch(grid, **pointers, scales=y.scales, N=p.N)
         elif one:
-            launch(grid, **pointers, **NO_LAYER_TENSORS, N=p.N)
+            launch(grid, **pointers, scales=y.scales, **NO_LAYER_TENSORS, N=p.N)
         else:
-            packed = {"cu_seqlens": y.cu_seqlens, "parents": y.parents}
+            packed = {"scales": y.scales, "cu_seqlens": y.cu_seqlens, "parents": y.parents}
             launch(grid, **pointers, **packed, **NO_RING_TENSORS, N=p.N, T=p.T)
         return o, None
 

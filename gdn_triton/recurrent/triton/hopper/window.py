@@ -1,5 +1,6 @@
 """Decoding with a window, for one token in each sequence, in Gluon. A program copies its part of a
-state and the records to shared memory, and computes what does not need the state before it arrives.
+state and the records to shared memory. Until the state arrives, the program computes the numbers
+that depend on the token and on the records alone.
 `window_early.py` computes the same bits with the state in registers, and `window.py` has the
 equations."""
 
@@ -40,7 +41,8 @@ def own_columns(NW):
 
 @gluon.constexpr_function
 def with_columns(NW, BV, *bases):
-    """Returns the bases of the registers of such a layout: `bases`, and further columns."""
+    """Returns the bases of the registers of a layout of `own_columns`: `bases`, and those of the
+    columns past the first 16 of each warp."""
     return [*bases] + [[16 * NW << i, 0] for i in range((BV // (16 * NW)).bit_length() - 1)]
 
 
