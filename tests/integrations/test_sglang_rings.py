@@ -2,130 +2,37 @@
 results are compared with the recurrence in float64, and with SGLang's own kernels where its wheel
 is given."""
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from engine_kernels import GIVEN, be_lenient
 from engine_sources import load
-from helpers import BF16, FP16, FP32, assert_within_budget, same_bits
+from helpers import BF16, FP16, FP32, same_bits
+from ring_runs import (
+    HV,
+    REAL,
+    SLOTS,
+    SMALL,
+    Rings,
+    assert_specified,
+    decode,
+    of_heads,
+    parameters,
+    specified,
+    tokens_of,
+)
 from torch import Tensor
 
-from gdn_triton import reference as specification
 from gdn_triton.integrations.sglang import rings
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-H, HV, K, V = 2, 4, 20, 40
-SLOTS = 6
 
 
 @pytest.fixture(autouse=True, params=["triton", "reference"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("GDN_BACKEND", request.param)
     return str(request.param)
-
-
-def tokens_of(T: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    x = {
-        "mixed_qkv": torch.randn(T, 2 * H * K + HV * V),
-        "a": torch.randn(T, HV),
-        "b": torch.randn(T, HV),
-    }
-    return {name: y.to(device, dtype) for name, y in x.items()}
-
-
-def parameters(device: str) -> dict[str, Tensor]:
-    return {"A_log": torch.randn(HV, device=device), "dt_bias": torch.randn(HV, device=device)}
-
-
-def of_heads(mixed_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = mixed_qkv.split((H * K, H * K, HV * V), -1)
-    return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
-
-
-def specified(
-    x: dict[str, Tensor], gates: dict[str, Tensor], state: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """o [T, HV, V] and the final state of one sequence's tokens, after `state` [HV, V, K]."""
-    wide = {name: y.to(dtype) for name, y in (x | gates).items()}
-    q, k, v = of_heads(wide["mixed_qkv"])
-    o, states = specification.recurrent_gated_delta_rule(
-        *(q[None], k[None], v[None], wide["a"][None]),
-        beta=wide["b"][None],
-        A_log=wide["A_log"],
-        dt_bias=wide["dt_bias"],
-        initial_state=state.to(dtype)[None],
-        use_qk_l2norm=True,
-        use_gate=True,
-        use_beta_sigmoid=True,
-        state_v_first=True,
-    )[:2]
-    return o[0], states[0]
-
-
-def assert_specified(
-    name: str, got: Tensor, pairs: list[tuple[Tensor, Tensor]], unit: float = 0.0
-) -> None:
-    """pairs: of each sequence the result in float64, and in float32."""
-    exact, narrow = (torch.stack(y) for y in zip(*pairs, strict=True))
-    unit = max(unit, 2**-20)
-    assert_within_budget(name, got, exact, narrow, dtype=got.dtype, unit=unit)
-
-
-class Rings:
-    """A pool, its rings and SGLang's cursors; the rings hold NaN where no record is."""
-
-    def __init__(
-        self, L: int, pool: torch.dtype, ring: torch.dtype, device: str, low: bool = False
-    ) -> None:
-        def rows(*shape: int, dtype: torch.dtype = ring) -> Tensor:
-            return torch.full(shape, torch.nan, dtype=dtype, device=device)
-
-        self.L = L
-        self.state = torch.randn(SLOTS, HV, V, K, device=device).to(pool)
-        self.d, self.k = rows(SLOTS, HV, L, V), rows(SLOTS, H, L, K)
-        self.g = rows(SLOTS, HV, L, dtype=FP32)
-        self.d_low = rows(SLOTS, HV, L, V) if low else None
-        self.k_low = rows(SLOTS, H, L, K) if low else None
-
-    def tensors(self) -> list[Tensor]:
-        found = (self.state, self.d, self.k, self.g, self.d_low, self.k_low)
-        return [y for y in found if y is not None]
-
-    def caches(self) -> dict[str, Tensor]:
-        return {"d_cache": self.d, "k_cache": self.k, "g_cache": self.g}
-
-
-# ---------------------------------------------------------------------------------- decoding
-
-
-def decode(
-    own: Rings,
-    x: dict[str, Tensor],
-    gates: dict[str, Tensor],
-    slots: Tensor,
-    write_pos: Tensor,
-    force: Tensor | None,
-    function: Any = rings.fused_recurrent_gdn_replayssm_decode,
-) -> Tensor:
-    N = slots.shape[0]
-    out = torch.full((N, 1, HV, V), torch.nan, dtype=x["mixed_qkv"].dtype, device=slots.device)
-    o, pool = function(
-        **x,
-        **gates,
-        scale=K**-0.5,
-        initial_state=own.state,
-        **own.caches(),
-        out=out,
-        ssm_state_indices=slots,
-        write_pos=write_pos,
-        force_flush=force,
-        use_qk_l2norm_in_kernel=True,
-    )
-    assert o is out and pool is own.state
-    return out.squeeze(1)
 
 
 @pytest.mark.parametrize("L", [1, 5, 16])
@@ -172,14 +79,19 @@ def test_decode(L: int, forced: bool, device: str) -> None:
         pytest.param(FP32, BF16, id="fp32-bf16", marks=pytest.mark.gpu("as bf16")),
     ],
 )
-def test_decode_in_16_bits(pool: torch.dtype, tokens: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    "sizes", [SMALL, pytest.param(REAL, marks=pytest.mark.gpu("minutes in the interpreter"))]
+)
+def test_decode_in_16_bits(
+    sizes: tuple[int, int], pool: torch.dtype, tokens: torch.dtype, device: str
+) -> None:
     """The rings have the dtype of the pool, as SGLang allocates them. A record of 16 bits is
     rounded, so the allowed error is that of o plus that of a state in 16 bits."""
-    own, gates = Rings(4, pool, pool, device), parameters(device)
+    own, gates = Rings(4, pool, pool, device, sizes=sizes), parameters(device)
     slots = torch.tensor([4, 2], device=device)
     before, seen = own.state.clone(), []
     for i in range(9):
-        x = tokens_of(2, tokens, device)
+        x = tokens_of(2, tokens, device, sizes)
         write_pos = torch.full((2,), i % 4, dtype=torch.int32, device=device)
         o = decode(own, x, gates, slots, write_pos, None)
         seen.append(x)
@@ -192,6 +104,32 @@ def test_decode_in_16_bits(pool: torch.dtype, tokens: torch.dtype, device: str) 
             ]
             pairs.append((found[0], found[1]))
         assert_specified("o", o, pairs, unit=2 * torch.finfo(pool).eps)
+
+
+@pytest.mark.gpu("bf16 is not used in Triton's interpreter")
+@pytest.mark.parametrize("L", [5, 16])
+def test_decode_that_copies(
+    L: int, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel in Gluon has the bits of the other kernel, for states of 16 bits."""
+    if backend != "triton":
+        pytest.skip("compares kernels of Triton")
+    from gdn_triton.recurrent.triton import ring_plan
+
+    own, gates = Rings(L, BF16, BF16, device, sizes=REAL), parameters(device)
+    slots = torch.tensor([4, -1, 2, 0], device=device)
+    for i in range(3 * L):
+        write_pos = torch.tensor([i, 0, i + 2, i + 3], device=device).int() % L
+        force = torch.tensor([i % 7 == 6, False, False, False], device=device).int()
+        x = tokens_of(4, BF16, device, REAL)
+        other = Rings(L, BF16, BF16, device, sizes=REAL)
+        for y, z in zip(other.tensors(), own.tensors(), strict=True):
+            y.copy_(z)
+        o = decode(own, x, gates, slots, write_pos, force)
+        with monkeypatch.context() as patch:
+            patch.setattr(ring_plan, "copied_step_form", lambda *_: None)
+            assert same_bits(decode(other, x, gates, slots, write_pos, force), o)
+        assert all(same_bits(*both) for both in zip(own.tensors(), other.tensors(), strict=True))
 
 
 def test_alone_and_in_a_batch(device: str) -> None:
@@ -219,9 +157,16 @@ class Drafting:
     """Rings of requests, and the calls of a step with drafts: verify in each layer, advance the
     cursors (SGLang's own kernel), fold. Two layers share the cursors."""
 
-    def __init__(self, pool: torch.dtype, tokens: torch.dtype, low: bool, device: str) -> None:
+    def __init__(
+        self,
+        pool: torch.dtype,
+        tokens: torch.dtype,
+        low: bool,
+        device: str,
+        sizes: tuple[int, int] = SMALL,
+    ) -> None:
         self.L, self.most, self.device = 8, 3, device
-        self.layers = [Rings(self.L, pool, tokens, device, low) for _ in range(2)]
+        self.layers = [Rings(self.L, pool, tokens, device, low, sizes) for _ in range(2)]
         self.state = torch.stack([x.state for x in self.layers])
         self.rows = {
             name: None if getattr(self.layers[0], field) is None else
@@ -242,7 +187,8 @@ class Drafting:
         self, layer: int, x: dict[str, Tensor], offsets: list[int], **changes: Any
     ) -> Tensor:
         function = changes.pop("function", rings.gdn_replayssm_spec_decode)
-        q, k, v = of_heads(x["mixed_qkv"])
+        V, K = self.state.shape[-2:]
+        q, k, v = of_heads(x["mixed_qkv"], K, V)
         rows = {n: None if y is None else y[layer] for n, y in self.rows.items()}
         if "function" not in changes:
             q, k, v = (y.contiguous() for y in (q, k, v))
@@ -375,11 +321,11 @@ def test_left_out(device: str) -> None:
         ({"max_spec_len": 1}, ValueError, "query_start_loc must have at most 1 tokens"),
         ({"cache_base": None}, TypeError, "cache_base must be a torch.Tensor"),
         ({"g_cache": torch.zeros(SLOTS, HV, 8).double()}, ValueError, "g_cache must be torch.flo"),
-        ({"rawv_cache": torch.zeros(SLOTS, HV, 8, V)}, ValueError, "must be both given"),
+        ({"rawv_cache": torch.zeros(SLOTS, HV, 8, 40)}, ValueError, "must be both given"),
         ({"ssm_state_indices": torch.tensor([4, -1, 6])}, ValueError, "ssm_state_indices must be"),
         ({"replay_indices": torch.tensor([1, 0, 1])}, ValueError, "at most once"),
         ({"write_pos": torch.full((SLOTS,), 7)}, ValueError, "write_pos must be at least 0 and"),
-        ({"out": torch.zeros(6, HV, K)}, ValueError, "out must have shape"),
+        ({"out": torch.zeros(6, HV, 20)}, ValueError, "out must have shape"),
         ({"scale": "1"}, TypeError, "scale"),
     ],
 )
@@ -441,14 +387,14 @@ def test_decode_as_sglang(forced: bool, monkeypatch: pytest.MonkeyPatch) -> None
 def test_drafts_as_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     be_lenient(monkeypatch)
     # Their fold has no mask for K, which has to be a power of two there.
-    monkeypatch.setattr(sys.modules[__name__], "K", 32)
+    sizes = (32, 40)
     names = ("gdn_replayssm_spec_circular_kernel", "_launch_gdn_spec", "gdn_replayssm_spec_decode")
     folds = (
         *("gdn_replayssm_compact_commit_kernel", "_finish_gdn_replayssm_circular_fold_kernel"),
         "commit_gdn_replayssm_circular",
     )
     theirs = theirs_of("gdn_replayssm_spec_decode", *names, *folds)
-    run, other = (Drafting(FP32, FP32, False, "cpu") for _ in range(2))
+    run, other = (Drafting(FP32, FP32, False, "cpu", sizes) for _ in range(2))
     other.state.copy_(run.state)
     other.gates = run.gates
     # SGLang multiplies rows without a record by 0, and allocates zeros.
@@ -456,7 +402,7 @@ def test_drafts_as_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         if y is not None:
             y.zero_()
     for i in range(6):
-        xs = [tokens_of(6, FP32, "cpu") for _ in run.layers]
+        xs = [tokens_of(6, FP32, "cpu", sizes) for _ in run.layers]
         for layer, x in enumerate(xs):
             o = run.verify(layer, x, [0, 2, 3, 6])
             expected = other.verify(layer, x, [0, 2, 3, 6], function=theirs[names[-1]])

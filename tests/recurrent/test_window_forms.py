@@ -158,6 +158,36 @@ def test_both_forms_of_drafts(
         assert same_windows(run.window, other["window"])
 
 
+@pytest.mark.gpu("bf16 is not used in Triton's interpreter")
+@LAYOUTS
+@pytest.mark.parametrize("pool", [FP32, BF16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_drafts_that_copy(
+    mixed: bool, pool: torch.dtype, v_first: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of drafts in Gluon has the bits of the other kernel."""
+    from gdn_triton.recurrent.triton import window_plan
+    from gdn_triton.recurrent.triton.window_form import copied_drafts_form
+
+    case = Case(K=128, V=128, H=2, HV=4, N=5, rows=16, max_tokens=4, dtype=BF16, raw=True)
+    run = Decoding(replace(case, pool=pool, v_first=v_first, mixed=mixed), device)
+    other = copied(run)
+    for i in range(24):
+        T = 2 + i % 3
+        x = run.tokens(T)
+        given = run.arguments(x, [T, 1, 0, T, 2] if i % 2 == 1 else None)
+        results = []
+        for copies, own in ((False, other), (True, {})):
+            monkeypatch.setattr(plans, "_plans", {})
+            form = copied_drafts_form if copies else lambda *_: None
+            monkeypatch.setattr(window_plan, "copied_drafts_form", form)
+            results.append(recurrent_step(**{**given, **own}))
+        assert same_bits(*results)
+        run.positions = run.positions + 1
+    assert same_bits(run.pool, other["state"])
+    assert same_windows(run.window, other["window"])
+
+
 def spread(elements: int) -> Callable[[Tensor], Tensor]:
     """Puts so many elements between slots."""
 

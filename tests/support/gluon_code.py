@@ -300,15 +300,16 @@ def judge_walks() -> list[str]:
     return wrong
 
 
-def compiled_window(dtype: torch.dtype, *, v_first: bool, form: WindowForm) -> Any:
+def compiled_window(dtype: torch.dtype, *, v_first: bool, form: WindowForm, tokens: int) -> Any:
     """The kernel of a step with a window."""
     from gdn_triton.recurrent.triton import window_plan
     from gdn_triton.recurrent.validation import validate_step
 
-    call = gluon_window.make_call(dtype, v_first=v_first, norm=True, seed=0)
+    call = gluon_window.make_call(dtype, v_first=v_first, norm=True, seed=0, tokens=tokens)
+    choice = "_copied_form" if tokens == 1 else "_copied_drafts_form"
     with (
         compile_only(TARGET) as kernels,
-        mock.patch.object(window_plan, "_copied_form", lambda *_: form),
+        mock.patch.object(window_plan, choice, lambda *_: form),
     ):
         window_plan.plan(validate_step(call), call.inputs)(call.inputs)
     (one,) = kernels
@@ -317,11 +318,13 @@ def compiled_window(dtype: torch.dtype, *, v_first: bool, form: WindowForm) -> A
 
 def judge_windows() -> list[str]:
     wrong = []
-    for dtype, v_first, form in gluon_window.forms():
-        kernel = compiled_window(dtype, v_first=v_first, form=form)
+    cases = [(1, *case) for case in gluon_window.forms()]
+    cases += [(4, *case) for case in gluon_window.drafts_forms()]
+    for tokens, dtype, v_first, form in cases:
+        kernel = compiled_window(dtype, v_first=v_first, form=form, tokens=tokens)
         stack, registers = stack_and_registers(kernel.asm["cubin"])
         shared, sass = kernel.metadata.shared, disassembled(kernel.asm["cubin"])
-        name = f"window of {dtype}, value-first {v_first:1}, {form.BV} columns"
+        name = f"window of {dtype}, value-first {v_first:1}, {form.BV} columns, {tokens} tokens"
         print(f"{name} shared {shared:7} stack {stack:4} registers {registers:3}", flush=True)
         found = [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
         found += [*unwritten_uniform_registers(sass), *overlong_layouts(kernel.asm["ttgir"])]

@@ -11,7 +11,8 @@ the records that a state includes are NaN. Exits with 1 and a list of what is wr
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from unittest import mock
 
 import torch
@@ -19,29 +20,34 @@ from emulator.gluon import emulated
 from torch import Tensor
 
 from gdn_triton._host.records import Options
-from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, StepCall
+from gdn_triton.recurrent.problem import WINDOW_AND_SCALES, Operands, RecurrentProblem, StepCall
 from gdn_triton.recurrent.triton import window_plan
-from gdn_triton.recurrent.triton.window_form import WindowForm, copied_form
+from gdn_triton.recurrent.triton.window_form import WindowForm, copied_drafts_form, copied_form
 from gdn_triton.recurrent.validation import validate_step
 from gdn_triton.recurrent.window import make_window
 
 K = V = 128
 WRITTEN = ("state", "u_rows", "k_rows", "g_rows", "call_rows")
-NAME = "window_copied_fwd_kernel"
+NAMES = ("window_copied_fwd_kernel", "window_drafts_fwd_kernel")
 
 
-def make_call(dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int) -> StepCall:
+def make_call(
+    dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int, tokens: int = 1
+) -> StepCall:
     """5 sequences of 4 value heads. norm: with 2 key heads, of a mixed call with every option;
-    otherwise as many key heads."""
-    N, H, HV, slots, R = 5, 2 if norm else 4, 4, 7, 16
+    otherwise as many key heads. tokens: of each sequence; 0: packed, up to 4."""
+    N, H, HV, slots, D = 5, 2 if norm else 4, 4, 7, tokens or 4
     torch.manual_seed(seed)
-    window = make_window(slots, H, HV, K, V, torch.bfloat16, "cpu", max_tokens=1)
+    window = make_window(slots, H, HV, K, V, torch.bfloat16, "cpu", max_tokens=D)
     rows = {field: getattr(window, name) for field, name in WINDOW_AND_SCALES.items()}
-    mixed = torch.randn(N, 2 * H * K + HV * V + 8).bfloat16()[:, 8:]
+    lengths = (4, 1, 0, 3, 2)
+    lead = {0: (sum(lengths) + 2,), 1: (N,)}.get(tokens, (N, tokens))
+    mixed = torch.randn(*lead, 2 * H * K + HV * V + 8).bfloat16()[..., 8:]
     q, k, v = mixed.split((H * K, H * K, HV * V), -1)
     q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
-    a, b = torch.randn(2, N, HV).bfloat16()
+    a, b = torch.randn(2, *lead, HV).bfloat16()
     shape = (V, K) if v_first else (K, V)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     x = Operands(
         q=mixed if norm else q,
         k=mixed if norm else k,
@@ -53,19 +59,25 @@ def make_call(dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int) -> St
         state=torch.randn(slots, HV, *shape).to(dtype),
         read_slots=torch.randperm(slots)[:N].int(),
         positions=torch.randint(0, 100, (N,), dtype=torch.int32),
+        cu_seqlens=None if tokens else ends,
         **rows,
     )
     assert x.read_slots is not None and x.positions is not None and x.start is not None
     assert x.u_rows is not None and x.k_rows is not None and x.g_rows is not None
+    R = x.u_rows.shape[1]
     for slot, position in zip(x.read_slots.tolist(), x.positions.tolist(), strict=True):
         x.start[slot] = max(0, position - int(torch.randint(0, 20, ())))
         for y in (x.u_rows, x.k_rows, x.g_rows):
             y[slot] = torch.nan
-        for age in range(min(R - 1, position - int(x.start[slot]))):
+        for age in range(min(R - D, position - int(x.start[slot]))):
             row = (position - 1 - age) % R
             x.u_rows[slot, row] = torch.randn(HV, V)
             x.k_rows[slot, row] = torch.randn(H, K).bfloat16()
             x.g_rows[slot, row] = -torch.rand(HV)
+        if x.call_rows is not None:
+            # The last call had up to D tokens.
+            last = position - 1 - int(torch.randint(0, D, ()))
+            x.call_rows[slot, (position - 1) % R] = max(last, int(x.start[slot]))
     x.read_slots[1] = -1
     options = Options(
         use_qk_l2norm_in_kernel=norm,
@@ -74,20 +86,40 @@ def make_call(dtype: torch.dtype, *, v_first: bool, norm: bool, seed: int) -> St
         state_v_first=v_first,
         use_gate_in_kernel=norm,
     )
-    return StepCall(x, options, None, "negative", is_mixed=norm, max_tokens=1)
+    return StepCall(x, options, None, "negative", is_mixed=norm, max_tokens=D)
 
 
 def run(call: StepCall, form: WindowForm | None, seed: int) -> dict[str, Tensor]:
-    """o and the tensors that a step writes, by the kernel of `hopper/window.py` or, without a form,
-    by another one."""
-    x = call.inputs
+    """o and the tensors that a step writes, by a kernel in Gluon or, without a form, by another
+    one."""
+    problem, x = validate_step(call), call.inputs
     x = x._replace(**{name: getattr(x, name).clone() for name in WRITTEN})
-    launched = {NAME: ("o", *WRITTEN)} if form else {}
-    independent = mock.patch.object(window_plan, "dependent_launch", lambda _: {"DEPENDENT": False})
-    chosen = mock.patch.object(window_plan, "_copied_form", lambda *_: form)
-    with independent, chosen, emulated(launched, seed=seed, races=form is not None):
-        o, _ = window_plan.plan(validate_step(call), x)(x)
+    launched = dict.fromkeys(NAMES, ("o", *WRITTEN)) if form else {}
+    chosen = window_plan._step_form
+
+    def narrow(p: RecurrentProblem) -> WindowForm:
+        # The emulator does not run the products of four warps in a fold.
+        return chosen(p)._replace(BV=32, warps=2, early=False, registers=None)
+
+    with ExitStack() as patches:
+        for name, replacement in {
+            "dependent_launch": lambda _: {"DEPENDENT": False},
+            "_copied_form": lambda *_: form if problem.max_tokens == 1 else None,
+            "_copied_drafts_form": lambda *_: form if problem.max_tokens > 1 else None,
+            **({"_step_form": narrow} if problem.max_tokens > 1 else {}),
+        }.items():
+            patches.enter_context(mock.patch.object(window_plan, name, replacement))
+        patches.enter_context(emulated(launched, seed=seed, races=form is not None))
+        o, _ = window_plan.plan(problem, x)(x)
     return {"o": o, **{name: getattr(x, name) for name in WRITTEN}}
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    return [
+        name
+        for name, y in expected.items()
+        if not torch.equal(y.view(torch.uint8), found[name].view(torch.uint8))
+    ]
 
 
 def forms() -> Iterator[tuple[torch.dtype, bool, WindowForm]]:
@@ -98,20 +130,24 @@ def forms() -> Iterator[tuple[torch.dtype, bool, WindowForm]]:
             yield dtype, v_first, form
 
 
+def drafts_forms() -> Iterator[tuple[torch.dtype, bool, WindowForm]]:
+    for dtype, v_first in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        of_states = [copied_drafts_form(dtype.itemsize, 2**i) for i in range(21)]
+        for form in sorted({form for form in of_states if form is not None}):
+            yield dtype, v_first, form
+
+
 def main() -> int:
     failed = 0
-    for seed, ((dtype, v_first, form), norm) in enumerate(
-        itertools.product(forms(), (True, False))
-    ):
-        call = make_call(dtype, v_first=v_first, norm=norm, seed=seed)
-        found, expected = run(call, form, seed), run(call, None, seed)
-        wrong = [
-            name
-            for name, y in expected.items()
-            if not torch.equal(y.view(torch.uint8), found[name].view(torch.uint8))
-        ]
+    cases = itertools.chain(
+        itertools.product(forms(), (True, False), (1,)),
+        itertools.product(drafts_forms(), (True, False), (4, 0, 2)),
+    )
+    for seed, ((dtype, v_first, form), norm, tokens) in enumerate(cases):
+        call = make_call(dtype, v_first=v_first, norm=norm, seed=seed, tokens=tokens)
+        wrong = differences(run(call, form, seed), run(call, None, seed))
         failed += bool(wrong)
-        layout = f"{'value' if v_first else 'key'}-first, {form.BV} columns"
+        layout = f"{'value' if v_first else 'key'}-first, {form.BV} columns, {tokens} tokens"
         print(f"{dtype}, {layout}, norm {norm:1}: {', '.join(wrong) or 'right'}", flush=True)
     print(f"{failed} failed")
     return 1 if failed else 0

@@ -77,6 +77,26 @@ def key_products(b_r, b_y, in_k, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def sum_of_tokens(x):
+    """Returns the sum of x [N, BT] over the tokens. Each step adds two numbers, so the register
+    layout, which follows the tensors of a call, does not change a bit."""
+    for _ in tl.static_range(5):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def sum_of_channels(x):
+    """Returns the sum of x [N, K] over at most 256 channels, as `sum_of_tokens` does. The first
+    steps add neighbours, which one thread has loaded."""
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
 def store_parts(p, p_low, x, mask):
     """Stores x, float32, at p in its dtype, and the rest at p_low, if that is not None."""
     high = x.to(p.dtype.element_ty)
@@ -302,7 +322,7 @@ def window_fwd_kernel(
     is_before = o_t[None, :] <= y_t[:, None]
     if parents is not None:
         is_before = is_before & has_bit(path[:, None], o_t[None, :])
-    log_s = tl.sum(tl.where(is_before, b_g[None, :], 0.0), 1)
+    log_s = sum_of_tokens(tl.where(is_before, b_g[None, :], 0.0))
     # u = beta of_k (v - of_k x), where of_k is the inverse norm of k: the columns of k are
     # multiplied by beta of_k^2, and v by beta of_k.
     of_y = tl.where(is_k, 1.0, scale)
@@ -311,7 +331,7 @@ def window_fwd_kernel(
         b_y = not_before(b_y, is_here)
     if USE_QK_L2NORM:
         f_y = b_y.to(tl.float32)
-        of_y *= tl.rsqrt(tl.sum(f_y * f_y, 1) + EPS)
+        of_y *= tl.rsqrt(sum_of_channels(f_y * f_y) + EPS)
     of_token = y_t[:, None] == o_t[None, :]
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
     if RING:

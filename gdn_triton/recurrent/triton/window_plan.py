@@ -34,6 +34,7 @@ from gdn_triton.recurrent.triton.window_fold import (
 from gdn_triton.recurrent.triton.window_form import (
     FEW_STATES,
     WindowForm,
+    copied_drafts_form,
     copied_form,
     drafts_form,
     early_form,
@@ -141,22 +142,40 @@ def _copied_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
     """Returns the form of a step that runs the kernel of `hopper/window.py`, or None. The kernel
     copies 16 bytes at once. Triton only knows whether a stride of the states is a multiple of 16
     elements."""
-    if not _is_common(p) or p.v_dtype != torch.bfloat16 or p.window_rows > MOST_ROWS:
+    if not _is_common(p):
         return None
+    form = copied_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+    return form if form is not None and _may_copy(p, x) else None
+
+
+def _copied_drafts_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
+    """Returns the form of a step of several tokens that runs the kernel of `hopper/drafts.py`, or
+    None."""
+    if _takes_one(p) or p.max_tokens > 4 or (p.K, p.V) != (128, 128) or x.parents is not None:
+        return None
+    if {p.q_dtype, p.k_dtype} != {torch.bfloat16} or p.state_dtype not in EARLY_STATES:
+        return None
+    form = copied_drafts_form(p.state_dtype.itemsize, p.N * p.HV)
+    return form if form is not None and _may_copy(p, x) else None
+
+
+def _may_copy(p: RecurrentProblem, x: Operands) -> bool:
+    """Returns whether the kernels in Gluon can copy the states and the records."""
+    if p.v_dtype != torch.bfloat16 or p.window_rows > MOST_ROWS:
+        return False
     assert x.state is not None and x.u_rows is not None and x.k_rows is not None
     hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
     inner = (1, p.K) if p.state_v_first else (p.V, 1)
     if (hk, hv) != inner or hn % 16 != 0 or hh % 16 != 0:
-        return None
+        return False
     if any(y.stride(0) * y.dtype.itemsize % COPIED != 0 for y in (x.u_rows, x.k_rows)):
-        return None
-    form = copied_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
-    return None if form is None or gluon_refusal(p.device) is not None else form
+        return False
+    return gluon_refusal(p.device) is None
 
 
 def _copies_whole(x: Operands) -> bool:
-    """Returns whether the tensors that the kernel of `hopper/window.py` copies begin at multiples
-    of 16 bytes."""
+    """Returns whether the tensors that the kernels in Gluon copy begin at multiples of 16
+    bytes."""
     copied = (x.state, x.u_rows, x.k_rows)
     return all(y is not None and y.data_ptr() % COPIED == 0 for y in copied)
 
@@ -283,11 +302,13 @@ def launch_arguments(
 
 def _copied_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: WindowForm) -> Launch:
     # Import here: releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
-    from gdn_triton.recurrent.triton.hopper.window import window_copied_fwd_kernel as kernel
+    from gdn_triton.recurrent.triton.hopper import drafts, window
 
+    one = _takes_one(p)
+    kernel = window.window_copied_fwd_kernel if one else drafts.window_drafts_fwd_kernel
     _, fixed = launch_arguments(p, x, o)
     fixed |= _tile(form, p) | dependent_launch(gpu_of(p.device))
-    fixed["RELEASE"] = fixed["DEPENDENT"] and _releases(p)
+    fixed |= {"RELEASE": fixed["DEPENDENT"] and _releases(p), **NO_RING}
     names = {*kernel.arg_names, *("num_warps", "maxnreg", "launch_pdl"), *UNFUSED}
     return Launch(kernel, **{name: y for name, y in fixed.items() if name in names})
 
@@ -304,7 +325,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     one = _takes_one(p)
-    early, copied = _early_form(p), _copied_form(p, operands)
+    early = _early_form(p)
     grid = step_grid(p, early)
 
     def output(y: Operands) -> Tensor:
@@ -315,6 +336,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     x = views(p, operands._replace(out=output(operands)))
     assert x.out is not None
     launch = make_launch(p, x, x.out)
+    copied = _copied_form(p, x) or _copied_drafts_form(p, x)
     if copied is not None:
         copied_launch = _copied_launch(p, x, x.out, copied)
         copied_grid = step_grid(p, copied)
@@ -343,7 +365,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "positions": y.positions,
         }
         if copied is not None and _copies_whole(y):
-            copied_launch(copied_grid, **pointers)
+            more = {} if one else {"cu_seqlens": y.cu_seqlens, "N": p.N, "T": p.T}
+            copied_launch(copied_grid, **pointers, **more)
         elif early is not None:
             launch(grid, **pointers, scales=y.scales, N=p.N)
         elif one:

@@ -266,6 +266,7 @@ inline uint32_t cvt_s32_s16(uint16_t a) { return uint32_t(int32_t(int16_t(a))); 
 inline uint32_t cvt_u32_u16(uint16_t a) { return a; }
 inline uint64_t cvt_u64_u16(uint16_t a) { return a; }
 inline uint16_t cvt_u16_u32(uint32_t a) { return uint16_t(a); }
+inline uint16_t cvt_u16_u64(uint64_t a) { return uint16_t(a); }
 inline uint16_t cvt_s16_s8(uint16_t a) { return uint16_t(int16_t(int8_t(a))); }
 inline uint32_t cvt_rn_f32_s32(uint32_t a) { return bits(float(int32_t(a))); }
 inline uint32_t cvt_rn_f32_u32(uint32_t a) { return bits(float(a)); }

@@ -11,138 +11,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.views import copy_async, meet, viewed
-from gdn_triton.recurrent.triton.kernel import strength
-from gdn_triton.recurrent.triton.window_records import (
-    age_of,
-    folds_of,
-    parts_of,
-    rows_to_load,
-    upper_bits,
+from gdn_triton.recurrent.triton.hopper.parts import (
+    ROWS,
+    K,
+    fold,
+    inner,
+    is_alive,
+    is_read_of,
+    own_columns,
+    sum_of_rows,
+    sums_after,
+    whole_warps,
+    with_columns,
 )
+from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.window_records import age_of, folds_of, turn_of, upper_bits
 
-K = gl.constexpr(128)
-# The rows of a window, and the columns of the token's operand: q, k and zeros.
-ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(8)
-# The number of columns of K whose state and keys a fold moves at once.
-FOLDED = gl.constexpr(32)
-
-
-@gluon.constexpr_function
-def whole_warps(NW):
-    """Returns the bases of a layout whose warps hold the same elements of a matrix."""
-    return [[0, 0]] * (NW.bit_length() - 1)
-
-
-@gluon.constexpr_function
-def own_columns(NW):
-    """Returns the bases of a layout [BV, ..] whose warps have 16 columns of a state each."""
-    return [[16 << i, 0] for i in range(NW.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def with_columns(NW, BV, *bases):
-    """Returns the bases of the registers of a layout of `own_columns`: `bases`, and those of the
-    columns past the first 16 of each warp."""
-    return [*bases] + [[16 * NW << i, 0] for i in range((BV // (16 * NW)).bit_length() - 1)]
-
-
-@gluon.jit
-def sums_after(b_g, age, of_row):
-    """Returns [ROWS]: the sum of b_g over the tokens after the token of each row. age, of_row: the
-    ages along the columns and along the rows of one layout."""
-    return gl.sum(gl.where(age[None, :] < of_row[:, None], b_g[None, :], 0.0), 1)
-
-
-@gluon.jit
-def halves(x, HALF: gl.constexpr):
-    return gl.split(gl.permute(gl.reshape(x, [2, HALF]), (1, 0)))
-
-
-@gluon.jit
-def inner(x, y, LINES: gl.constexpr):
-    """Returns the sum of x times y, both [K], as `inner` of `window_records.py` computes it from
-    pieces of 32 elements."""
-    x_first, x_last = halves(x, 64)
-    y_first, y_last = halves(y, 64)
-    if LINES == 2:
-        b_sum = gl.fma(x_last, y_last, x_first * y_first)
-        total = gl.sum(gl.sum(gl.reshape(b_sum, [2, 32]), 1), 0)
-    else:
-        x0, x1 = halves(x_first, 32)
-        x2, x3 = halves(x_last, 32)
-        y0, y1 = halves(y_first, 32)
-        y2, y3 = halves(y_last, 32)
-        b_sum = gl.fma(x2, y2, gl.fma(x1, y1, x0 * y0))
-        total = gl.sum(gl.fma(x3, y3, b_sum), 0)
-    return total
-
-
-@gluon.jit
-def sum_of_rows(x):
-    """Returns the sum of x [ROWS] in the order in which the lanes of a warp add their numbers."""
-    x = gl.sum(gl.reshape(x, [2, 8]), 0)
-    x = gl.sum(gl.reshape(x, [2, 4]), 0)
-    return gl.sum(x, 0)
-
-
-@gluon.jit
-def lane_sums_after(b_g, age, of_row):
-    """Does the same as `sums_after` in the order of `sum_of_rows`."""
-    x = gl.where(age[None, :] < of_row[:, None], b_g[None, :], 0.0)
-    x = gl.sum(gl.reshape(x, [ROWS, 2, 8]), 1)
-    x = gl.sum(gl.reshape(x, [ROWS, 2, 4]), 1)
-    return gl.sum(x, 1)
-
-
-@gluon.jit
-def is_alive(o_r, position, limit, R: gl.constexpr):
-    """Returns whether the token of each row is one of the `limit` last tokens."""
-    return age_of(o_r, position, R).to(gl.uint32) < limit
-
-
-@gluon.jit
-def fold(
-    state_s, keys_s, p_state, b_u, b_gr, position, limit, since,
-    stride_hk: gl.constexpr, stride_hv: gl.constexpr, BV: gl.constexpr, R: gl.constexpr,
-    RCP_LN2: gl.constexpr, PRODUCT: gl.constexpr, SUMS: gl.constexpr
-):  # fmt: skip
-    """Does the same as `fold_early` of `window_early.py` for the tokens of the ages from `since` to
-    `limit`, with the state and the keys in shared memory. p_state: the pointer of the tile. b_u: a
-    left operand of float32. b_gr: a vector along the columns of SUMS, 0 where its row is not
-    alive."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    U: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(0, PRODUCT, 1))
-    KEY_FIRST: gl.constexpr = stride_hv == 1
-    dtype: gl.constexpr = p_state.dtype.element_ty
-
-    age = age_of(gl.arange(0, ROWS, gl.SliceLayout(0, SUMS)), position, R).to(gl.uint32)
-    of_row = age_of(gl.arange(0, ROWS, gl.SliceLayout(1, SUMS)), position, R).to(gl.uint32)
-    b_g = gl.where(age >= since, b_gr, 0.0)
-    decay = gl.exp2(sum_of_rows(b_g) * RCP_LN2)
-    w = gl.exp2(lane_sums_after(b_g, age, of_row) * RCP_LN2)
-    age = age_of(gl.arange(0, ROWS, U), position, R).to(gl.uint32)
-    f_u = gl.where((age >= since)[None, :], b_u * gl.convert_layout(w, U)[None, :], 0.0)
-    u1, u2, u3 = parts_of(gl.convert_layout(f_u, LEFT))
-    age = age_of(gl.arange(0, ROWS, gl.SliceLayout(1, RIGHT)), position, R).to(gl.uint32)
-    to_fold = (age >= since) & (age < limit)
-    p_state += gl.arange(0, BV, gl.SliceLayout(1, PRODUCT))[:, None] * stride_hv
-    p_state += gl.arange(0, FOLDED, gl.SliceLayout(0, PRODUCT))[None, :] * stride_hk
-    for i in gl.static_range(K // FOLDED):
-        # Without a barrier ptxas loads several pieces at once and spills.
-        meet()
-        b_k = keys_s.slice(i * FOLDED, FOLDED, 1).load(RIGHT)
-        b_k = gl.where(to_fold[:, None], b_k, gl.full_like(b_k, 0.0))
-        if KEY_FIRST:
-            b_h = state_s.slice(i * FOLDED, FOLDED, 0).permute((1, 0)).load(PRODUCT)
-        else:
-            b_h = state_s.slice(i * FOLDED, FOLDED, 1).load(PRODUCT)
-        added = gl.zeros([BV, FOLDED], gl.float32, PRODUCT)
-        if dtype == gl.float32:
-            added = mma_v2(u3, b_k, added)
-        added = mma_v2(u1, b_k, mma_v2(u2, b_k, added))
-        b_h = gl.fma(b_h.to(gl.float32), gl.full_like(added, 0.0) + decay, added)
-        gl.store(p_state + i * FOLDED * stride_hk, b_h.to(dtype))
+# The columns of the token's operand: q, k and zeros.
+COLUMNS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -158,15 +44,17 @@ def window_copied_fwd_kernel(
     TURNS: gl.constexpr, K_OFFSET: gl.constexpr, V_OFFSET: gl.constexpr, RCP_LN2: gl.constexpr,
     EPS: gl.constexpr, THRESHOLD: gl.constexpr, USE_QK_L2NORM: gl.constexpr,
     BETA_FACTOR: gl.constexpr, LAST_SKIPPED: gl.constexpr, DEPENDENT: gl.constexpr,
-    RELEASE: gl.constexpr, stride_ur: gl.constexpr, stride_kr: gl.constexpr,
-    stride_gr: gl.constexpr, stride_cr: gl.constexpr,
+    RELEASE: gl.constexpr, RING: gl.constexpr, stride_ur: gl.constexpr,
+    stride_kr: gl.constexpr, stride_gr: gl.constexpr, stride_cr: gl.constexpr,
 ):  # fmt: skip
     """K = 128, and a window has at most ROWS rows. A program has BV columns of the state of one
     sequence and value head, bfloat16 or float32. It computes with the token, with the records and
     with the state in this order, in which they arrive. DEPENDENT: see `dependent_launch`. RELEASE:
     the programs of the next dependent launch may start once every program has issued its loads. The
     rows of a slot are contiguous in u_rows, k_rows, g_rows and call_rows, whose slots have the
-    strides ur, kr, gr and cr."""
+    strides ur, kr, gr and cr.
+
+    RING: see `window_early_fwd_kernel`. u_rows and k_rows have the dtype of the states."""
     NW: gl.constexpr = gl.num_warps()
     V_BLOCKS: gl.constexpr = V // BV
     KEY_FIRST: gl.constexpr = stride_hv == 1
@@ -224,8 +112,13 @@ def window_copied_fwd_kernel(
     # token are not permuted.
     LENGTH: gl.constexpr = (BV if KEY_FIRST else K) // VECTOR
     STATE: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LENGTH, LENGTH], [NW, 1], [1, 0])
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
-    U_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BV, BV // 4], [NW, 1], [1, 0])
+    TOKEN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [NW, 1], [1, 0])
+    keys_dtype: gl.constexpr = k_rows.dtype.element_ty
+    VK: gl.constexpr = 16 // (keys_dtype.primitive_bitwidth // 8)
+    KEYS: gl.constexpr = gl.BlockedLayout([1, VK], [VK // 4, 128 // VK], [NW, 1], [1, 0])
+    u_dtype: gl.constexpr = u_rows.dtype.element_ty
+    VU: gl.constexpr = 16 // (u_dtype.primitive_bitwidth // 8)
+    U_LAYOUT: gl.constexpr = gl.BlockedLayout([1, VU], [32 * VU // BV, BV // VU], [NW, 1], [1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     # With fewer columns than threads several threads would store the same number.
     V_IN_REGISTERS: gl.constexpr = BV < 32 * NW
@@ -236,11 +129,9 @@ def window_copied_fwd_kernel(
     STATE_ROWS: gl.constexpr = PERMUTED if DOT or KEY_FIRST else FLAT_ROWS
     state_s = gl.allocate_shared_memory(dtype, [K, BV] if KEY_FIRST else [BV, K], STATE_ROWS)
     keys_s = gl.allocate_shared_memory(
-        gl.bfloat16, [ROWS, K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        keys_dtype, [ROWS, K], gl.SwizzledSharedLayout(VK, 1, 8, [1, 0])
     )
-    u_s = gl.allocate_shared_memory(
-        gl.float32, [ROWS, BV], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-    )
+    u_s = gl.allocate_shared_memory(u_dtype, [ROWS, BV], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     y_s = gl.allocate_shared_memory(
         gl.bfloat16, [COLUMNS, K], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     )
@@ -257,8 +148,12 @@ def window_copied_fwd_kernel(
     p_q = q + i_n * stride_qb + i_h * stride_qh
     p_k = k + K_OFFSET * stride_kk + i_n * stride_kb + i_h * stride_kh
     p_v = v + V_OFFSET * stride_vv + i_n * stride_vb + i_hv * stride_vh
-    o_y = gl.arange(0, COLUMNS, gl.SliceLayout(1, KEYS))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
+    if RING:
+        folds = position == R - 1
+        if start is not None:
+            folds = folds | (gl.load(start + i_n * stride_start) != 0)
+    o_y = gl.arange(0, COLUMNS, gl.SliceLayout(1, TOKEN))
+    o_k = gl.arange(0, K, gl.SliceLayout(0, TOKEN))
     p_y = gl.where((o_y == 1)[:, None], p_k + o_k[None, :] * stride_kk,
                    p_q + o_k[None, :] * stride_qk)  # fmt: skip
     b_y = gl.load(p_y, mask=(o_y < 2)[:, None] & (o_k >= 0)[None, :], other=0.0)
@@ -276,18 +171,22 @@ def window_copied_fwd_kernel(
         gl.store(p_o, gl.full([BV], 0.0, o.dtype.element_ty, COLUMN))
         return
 
+    ROW_U: gl.constexpr = V if RING else HV * V
+    ROW_K: gl.constexpr = K if RING else H * K
+    ROW_G: gl.constexpr = 1 if RING else HV
+    p_keys = k_rows + slot * stride_kr + i_h * (R * K if RING else K)
+    p_u = u_rows + slot * stride_ur + i_hv * (R * V if RING else V)
+    p_gr = g_rows + slot * stride_gr + i_hv * (R if RING else 1)
     o_r = gl.arange(0, ROWS, gl.SliceLayout(1, KEYS))
-    turn, _, is_read = rows_to_load(o_r, position, i_hv, R, 1, PERIOD, TURNS)
-    p_keys = k_rows + slot * stride_kr + i_h * K
-    p_copied = p_keys + (o_r[:, None] * (H * K) + o_k[None, :])
-    copy_async(keys_s, p_copied, mask=is_read[:, None])
+    is_read = is_read_of(o_r, position, i_hv, R, PERIOD, TURNS, RING)
+    o_k = gl.arange(0, K, gl.SliceLayout(0, KEYS))
+    copy_async(keys_s, p_keys + (o_r[:, None] * ROW_K + o_k[None, :]), mask=is_read[:, None])
     o_r = gl.arange(0, ROWS, LANES)
-    _, _, is_read = rows_to_load(o_r, position, i_hv, R, 1, PERIOD, TURNS)
-    copy_async(g_s, g_rows + slot * stride_gr + i_hv + o_r * HV, mask=is_read)
+    is_read = is_read_of(o_r, position, i_hv, R, PERIOD, TURNS, RING)
+    copy_async(g_s, p_gr + o_r * ROW_G, mask=is_read)
     o_r = gl.arange(0, ROWS, gl.SliceLayout(1, U_LAYOUT))
-    _, _, is_read = rows_to_load(o_r, position, i_hv, R, 1, PERIOD, TURNS)
-    p_u = u_rows + slot * stride_ur + i_hv * V
-    o_u = o_r[:, None] * (HV * V) + gl.arange(0, BV, gl.SliceLayout(0, U_LAYOUT))[None, :]
+    is_read = is_read_of(o_r, position, i_hv, R, PERIOD, TURNS, RING)
+    o_u = o_r[:, None] * ROW_U + gl.arange(0, BV, gl.SliceLayout(0, U_LAYOUT))[None, :]
     copy_async(u_s, p_u + i_v * BV + o_u, mask=is_read[:, None])
     async_copy.commit_group()
     o_a = gl.arange(0, K if KEY_FIRST else BV, gl.SliceLayout(1, STATE))
@@ -296,7 +195,8 @@ def window_copied_fwd_kernel(
     p_tile = p_state + (o_a[:, None] * (V if KEY_FIRST else K) + o_b[None, :])
     copy_async(state_s, p_tile, cache_modifier=".cg")
     async_copy.commit_group()
-    b_start = gl.load(start + slot * stride_start).to(gl.int32)
+    if not RING:
+        b_start = gl.load(start + slot * stride_start).to(gl.int32)
     if RELEASE:
         gdc_launch_dependents()
 
@@ -315,18 +215,36 @@ def window_copied_fwd_kernel(
         of_q = scale * gl.rsqrt(inner(b_q, b_q, LINES) + EPS)
         of_k = gl.rsqrt(inner(b_k, b_k, LINES) + EPS)
     qk = qk * of_q
-    held, due = folds_of(position, position - 1, b_start, turn, PERIOD)
-    limit = (position - held).to(gl.uint32)
+    # The u of a window contains the factor that normalises k.
+    of_new = of_k
+    since = position.to(gl.uint32) * 0
+    if RING:
+        of_new = 1.0
+        qk = qk * of_k
+        limit = position.to(gl.uint32)
+    else:
+        turn = turn_of(i_hv.to(gl.int32), PERIOD, TURNS)
+        held, due = folds_of(position, position - 1, b_start, turn, PERIOD)
+        limit, folds = (position - held).to(gl.uint32), held < due
+        since = (position - due).to(gl.uint32)
     if not V_IN_REGISTERS:
         b_v = v_s.load(COLUMN)
 
     async_copy.wait_group(1)
     meet()
-    records = mma_v2(
-        keys_s.load(gl.DotOperandLayout(0, RECORDS, 2)),
-        y_s.permute((1, 0)).load(gl.DotOperandLayout(1, RECORDS, 2)),
-        gl.zeros([ROWS, COLUMNS], gl.float32, RECORDS)
-    )  # fmt: skip
+    records = gl.zeros([ROWS, COLUMNS], gl.float32, RECORDS)
+    if keys_dtype == gl.float32:
+        for i in gl.static_range(K // 32):
+            keys_i = keys_s.slice(i * 32, 32, 1).load(gl.DotOperandLayout(0, RECORDS, 1))
+            y_i = y_s.slice(i * 32, 32, 1).permute((1, 0)).load(gl.DotOperandLayout(1, RECORDS, 1))
+            k_upper, y_i = upper_bits(keys_i), y_i.to(gl.float32)
+            records = mma_v2(keys_i - k_upper, y_i, records, input_precision="tf32")
+            records = mma_v2(k_upper, y_i, records, input_precision="tf32")
+    else:
+        records = mma_v2(
+            keys_s.load(gl.DotOperandLayout(0, RECORDS, 2)),
+            y_s.permute((1, 0)).load(gl.DotOperandLayout(1, RECORDS, 2)), records
+        )  # fmt: skip
     of_sums = is_alive(gl.arange(0, ROWS, gl.SliceLayout(0, SUMS)), position, limit, R)
     b_gr = gl.where(of_sums, g_s.load(gl.SliceLayout(0, SUMS)), 0.0)
     of_state = gl.exp2((sum_of_rows(b_gr) + b_g) * RCP_LN2)
@@ -340,7 +258,7 @@ def window_copied_fwd_kernel(
     records = records * (w[:, None] * gl.where(o_y == 0, of_q, of_k)[None, :])
     b_r = gl.convert_layout(gl.where(of_records[:, None], records, 0.0), RIGHT_32)
     of_u = is_alive(gl.arange(0, ROWS, gl.SliceLayout(0, LEFT_32)), position, limit, R)
-    b_u = gl.where(of_u[None, :], u_s.permute((1, 0)).load(LEFT_32), 0.0)
+    b_u = gl.where(of_u[None, :], u_s.permute((1, 0)).load(LEFT_32).to(gl.float32), 0.0)
     # The products of `records_dot` of `window_records.py`.
     u_upper, r_upper = upper_bits(b_u), upper_bits(b_r)
     added = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
@@ -383,21 +301,27 @@ def window_copied_fwd_kernel(
     if not DOT:
         b_o += gl.convert_layout(state_q, COLUMN)
         stored += gl.convert_layout(state_k, COLUMN)
-    new_u = (b_v.to(gl.float32) - stored) * (of_k * b_beta)
+    new_u = (b_v.to(gl.float32) - stored) * (of_new * b_beta)
     b_o = gl.fma(new_u, gl.full_like(new_u, 0.0) + qk, b_o)
     gl.store(p_o, b_o.to(o.dtype.element_ty))
-    new_r = position % R
-    gl.store(p_u + new_r * (HV * V) + o_v, new_u)
-    if i_v == 0:
-        gl.store(g_rows + slot * stride_gr + new_r * HV + i_hv, b_g)
-        # Only one of the value heads that share a key head writes the key's record.
-        if i_hv % (HV // H) == 0:
-            key = tokens.slice(K, K, 0).load(LANES)
-            gl.store(p_keys + new_r * (H * K) + gl.arange(0, K, LANES), key)
-        if i_hv == 0:
-            gl.store(call_rows + slot * stride_cr + new_r, position)
-    if held < due:
+    new_r, keeps = position, not folds
+    if not RING:
+        new_r, keeps = position % R, True
+    if keeps:
+        gl.store(p_u + new_r * ROW_U + o_v, new_u.to(u_dtype))
+        if i_v == 0:
+            gl.store(p_gr + new_r * ROW_G, b_g)
+            # Only one of the value heads that share a key head writes the key's record.
+            if i_hv % (HV // H) == 0:
+                key = tokens.slice(K, K, 0).load(LANES)
+                if RING:
+                    key = key.to(gl.float32) * of_k
+                gl.store(p_keys + new_r * ROW_K + gl.arange(0, K, LANES), key.to(keys_dtype))
+            if not RING:
+                if i_hv == 0:
+                    gl.store(call_rows + slot * stride_cr + new_r, position)
+    if folds:
         fold(
-            state_s, keys_s, p_state, b_u, b_gr, position, limit, (position - due).to(gl.uint32),
-            stride_hk, stride_hv, BV, R, RCP_LN2, PRODUCT, SUMS
+            state_s, keys_s, tokens, p_state, b_u, b_gr, b_g, new_u * of_k, position, limit, since,
+            stride_hk, stride_hv, BV, R, RCP_LN2, PRODUCT, SUMS, RING
         )  # fmt: skip
