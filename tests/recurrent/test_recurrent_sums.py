@@ -146,16 +146,24 @@ def test_sum_of_rows(V: int, warps: int, rows: int, shared: bool, device: str) -
 STATE_BYTES = [0, 2**22, 2**23, 2**24, 2**25, 2**28]
 
 
-@pytest.mark.parametrize("one_token", [False, True])
+# One token, and several with the state after each of them, or after the last alone.
+CALLS = [
+    {"one_token": True},
+    {"one_token": False, "every_token": True},
+    {"one_token": False, "every_token": False},
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("state_bytes", STATE_BYTES)
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("K", [1, 3, 16, 64, 128, 200, 256])
 @pytest.mark.parametrize("V", [1, 8, 24, 128, 512])
-def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool) -> None:
+def test_forms(V: int, K: int, v_first: bool, state_bytes: int, call: dict[str, bool]) -> None:
     """A thread holds no more than it has registers for, and folds no more rows than it holds; no
     part lies past V. What sums depend on is the same for all calls."""
     for itemsize in (2, 4):
-        form = recurrent_form(K, V, v_first, itemsize, one_token=one_token, state_bytes=state_bytes)
+        form = recurrent_form(K, V, v_first, itemsize, state_bytes=state_bytes, **call)
         BK, BV, warps = form.tile[:3]
         assert BK >= K and BK % form.rows == 0 and form.fold >= 0
         assert BK * BV * form.parts * itemsize <= 64 * 32 * warps * 4
@@ -164,7 +172,7 @@ def test_forms(V: int, K: int, v_first: bool, state_bytes: int, one_token: bool)
         assert 2**form.fold < BR or BK == form.rows * 2**form.fold
         assert form.fold == 0 or itemsize == 2 or not v_first
         common = recurrent_form(K, V, v_first, itemsize)
-        assert one_token or not form.compact
+        assert call["one_token"] or not form.compact
         if v_first:
             assert form.groups == 1
             assert warps == 1 and form.rows == 1 and form.fold == common.fold
@@ -239,8 +247,8 @@ def test_forms_change_no_bits(
     row |= {"sizes": Sizes(B=3, T=2, H=1, HV=2, K=128, V=V), "mixed": True, "raw": True}
     x = step_call(row, device).arguments
     found, forms = [], set()
-    for state_bytes, one_token in itertools.product(STATE_BYTES, (True, False)):
-        chosen = {"state_bytes": state_bytes, "one_token": one_token}
+    for state_bytes, call in itertools.product(STATE_BYTES, CALLS):
+        chosen = {"state_bytes": state_bytes, **call}
         form = recurrent_form(128, V, v_first, pool.itemsize, **chosen)
         if form in forms:
             continue

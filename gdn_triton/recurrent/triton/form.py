@@ -55,6 +55,13 @@ FEW_STATES = 12 * 2**20
 # The same for narrower programs of 16-bit states.
 FEWEST_STATES = 3 * 2**20
 
+# The most registers of a thread in calls of several tokens that write many float32 states once, at
+# the end. Their instructions take as long as memory does, so more programs at once make them
+# faster, although a value-first program spills 8 bytes: on an H200 64 sequences of 32 heads and
+# four tokens took 105 us instead of 114, and with key-first states 114 instead of 144. Calls that
+# write each state do not gain.
+LAST_REGISTERS, KEY_FIRST_LAST_REGISTERS = 128, 168
+
 
 def recurrent_form(
     K: int,
@@ -64,31 +71,40 @@ def recurrent_form(
     *,
     is_step: bool = True,
     one_token: bool = True,
+    every_token: bool = True,
     state_bytes: int = 0,
 ) -> RecurrentForm:
     """Returns the form for a head's sizes, the states' layout and the bytes of a state's element.
     These fix the order of the sums over K. Whether the call is a step on a pool, whether each
-    sequence has one token, and the bytes of all states of a call, decide only fields that change no
-    bit.
+    sequence has one token, whether the state after every token is written, and the bytes of all
+    states of a call, decide only fields that change no bit.
 
     A value-first row [K] is held by one warp, which computes its sums alone. Measured
     (docs/tried.md): many float32 states reach the bandwidth of memory without the other options,
     and 16-bit states need them."""
     BK = padded(K, 256)
+    # With a mask for K, the programs of the calls below spill hundreds of bytes.
+    several = is_step and not one_token and K == BK
+    writes_last = several and not every_token
     if not state_v_first:
-        return _key_first_form(BK, V, itemsize, is_step, one_token, state_bytes)
-    short = state_bytes < SHORT_STATES
+        return _key_first_form(
+            BK, V, itemsize, is_step, one_token, writes_last=writes_last, state_bytes=state_bytes
+        )
+    short, registers = state_bytes < SHORT_STATES, None
     if itemsize != 2:
         of_thread = STATE_OF_A_THREAD
         if short:
             of_thread = SHORT_OF_A_THREAD
+        elif writes_last and state_bytes >= STATES_BEYOND_CACHE:
+            registers = LAST_REGISTERS
         elif not one_token:
             of_thread = STATE_OF_A_THREAD // 2
-        tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1)
+        tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1, registers)
         return RecurrentForm(tile=tile)
-    BV, parts, registers, compact = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, None, False
+    BV, parts, compact = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, False
     if not one_token:
-        parts = 1 if state_bytes < FEWEST_STATES else 2
+        if state_bytes >= FEWEST_STATES:
+            BV = padded(V, (4 if several and every_token and not short else 2) * BV, least=1)
     elif short:
         BV = padded(V, 32 * SHORT_OF_A_THREAD // BK, least=1)
     elif state_bytes < FEW_STATES:
@@ -108,7 +124,14 @@ def recurrent_form(
 
 
 def _key_first_form(
-    BK: int, V: int, itemsize: int, is_step: bool, one_token: bool, state_bytes: int
+    BK: int,
+    V: int,
+    itemsize: int,
+    is_step: bool,
+    one_token: bool,
+    *,
+    writes_last: bool,
+    state_bytes: int,
 ) -> RecurrentForm:
     """Returns the form of key-first states. A thread adds every n-th row of a column, where n is
     `shared`, the number of sums that threads then add. With few states one warp has all rows of a
@@ -131,6 +154,8 @@ def _key_first_form(
     few_columns = 128 // shared
     if is_step and few and few_columns < BV and shared <= 16:
         tile, rows, compact = Tile(BK, few_columns, 1, 1), BK // shared, not narrow and one_token
+        if writes_last and not narrow and state_bytes >= FEW_STATES:
+            tile = tile._replace(maxnreg=KEY_FIRST_LAST_REGISTERS)
     elif is_step and not narrow and state_bytes < 2 * FEW_STATES and 2 * few_columns < BV:
         tile, rows = Tile(BK, 2 * few_columns, 2, 1), BK // shared
     elif narrow and one_token and BK == 128 and state_bytes >= FEW_STATES:

@@ -33,6 +33,7 @@ def form_of(problem: RecurrentProblem) -> RecurrentForm:
         p.state_dtype.itemsize,
         is_step=p.is_step,
         one_token=_is_one_token(p),
+        every_token=p.every_token,
         state_bytes=_state_bytes(p),
     )
 
