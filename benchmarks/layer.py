@@ -1,16 +1,17 @@
 """The Gated DeltaNet part of a Qwen3-Next layer, beside the kernels of vLLM and SGLang.
 
     python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
-        [--prefills 1 8] [--decodes 1 8 64 256] [--drafts 4] [--jsonl FILE] [--dry-run]
+        [--prefills 1 8] [--decodes 1 8 64 256] [--drafts 4] [--pools float32 bfloat16]
+        [--jsonl FILE] [--dry-run]
 
 From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
-preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states, gates of a model; 16/32
-heads are the model's, 4/8 those of one of four ranks. A prefill is of 8192 tokens of 1 or 8 new
-sequences, a decode step of one token of 1 to 256, and a step of drafts of 4 tokens a sequence,
-which only ours has here. Each row: microseconds of a replay of the call as a CUDA graph with a cold
-L2, the implementations in turns, and the kernels that it launches, with the time of each kernel of
-an eager call; the median, and with a window the mean without the slowest 5 of 90 rounds, as the
-step of some rounds folds.
+preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states and those of other pools
+that are named, gates of a model; 16/32 heads are the model's, 4/8 those of one of four ranks. A
+prefill is of 8192 tokens of 1 or 8 new sequences, a decode step of one token of 1 to 256, and a
+step of drafts of 4 tokens a sequence, which only ours has here. Each row: microseconds of a replay
+of the call as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it
+launches, with the time of each kernel of an eager call; the median, and with a window the mean
+without the slowest 5 of 90 rounds, as the step of some rounds folds.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
@@ -22,6 +23,7 @@ not timed.
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -141,10 +143,12 @@ def measure(
     makers: dict[str, Maker],
     rounds: int,
     drafts: int = 0,
+    pool: str = "float32",
 ) -> Record:
     # The interpreter of Triton multiplies bfloat16 wrongly.
     dtype = torch.bfloat16 if device.is_cuda else torch.float16
     step = make_step(sizes, lengths, device.torch, dtype)
+    step = step._replace(state=step.state.to(getattr(torch, pool)))
     if drafts:
         step = drafted(step, drafts)
     expected = exact(step)
@@ -179,6 +183,7 @@ def measure(
         "sequences": len(lengths),
         "tokens": sum(lengths) * max(1, drafts),
         "heads": f"{sizes.H}/{sizes.HV}",
+        "pool": pool,
         "gates": "model",
         "results": rows,
     }
@@ -187,8 +192,8 @@ def measure(
 def tables(records: list[Any], names: Collection[str]) -> str:
     """Markdown, with the meaning that `LEGEND` tells."""
     lines = [
-        f"| what | sequences | tokens | H / HV | {' | '.join(names)} |",
-        f"|---|---|---|---|{'---|' * len(names)}",
+        f"| what | sequences | tokens | H / HV | states | {' | '.join(names)} |",
+        f"|---|---|---|---|---|{'---|' * len(names)}",
     ]
     for record in records:
         cells = []
@@ -198,6 +203,8 @@ def tables(records: list[Any], names: Collection[str]) -> str:
             shown = "" if count is None else f" ({count})"
             cells.append(f"{row['time']:.1f}{shown}" if "time" in row else "-")
         head = [str(record[key]) for key in ("what", "sequences", "tokens", "heads")]
+        # Records without a pool were made when all states were float32.
+        head.append(record.get("pool", "float32"))
         lines.append(f"| {' | '.join([*head, *cells])} |")
     return "\n".join(lines)
 
@@ -254,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prefills", type=int, nargs="*", default=[1, 8], help="sequences")
     parser.add_argument("--decodes", type=int, nargs="*", default=[1, 8, 64, 256], help="sequences")
     parser.add_argument("--drafts", type=int, default=4, help="tokens of a sequence; 0: none")
+    parser.add_argument("--pools", nargs="+", default=["float32"], help="dtypes of a step's states")
     parser.add_argument("--rounds", type=int, default=90)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
@@ -272,8 +280,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = []
     for of in sizes:
         for lengths in calls:
-            for drafts in dict.fromkeys((0, options.drafts) if max(lengths) == 1 else (0,)):
-                found = measure(of, lengths, device, makers, options.rounds, drafts)
+            drafts, pools = [0], ["float32"]
+            if max(lengths) == 1:
+                drafts, pools = sorted({0, options.drafts}), options.pools
+            for T, pool in itertools.product(drafts, pools):
+                found = measure(of, lengths, device, makers, options.rounds, T, pool)
                 records.append(found)
                 append_record(options.jsonl, found)
     print(f"{LEGEND}\n\n{tables(records, makers)}\n")
