@@ -32,17 +32,19 @@ def test_dry_run(
 ) -> None:
     monkeypatch.setenv("GDN_BACKEND", "reference")
     path = tmp_path / "layer.jsonl"
-    layer.main(["--dry-run", "--jsonl", str(path)])
+    layer.main(["--dry-run", "--pools", "float32", "float16", "--jsonl", str(path)])
     head, *records = read(path)
     assert head["missing"] == [
         f"{name}: not measured: --engines names no folder" for name in ("vllm", "sglang")
     ]
-    calls = [(x["what"], x["sequences"], x["tokens"], x["heads"]) for x in records]
+    calls = [(x["what"], x["sequences"], x["tokens"], x["heads"], x["pool"]) for x in records]
     assert calls == [
-        ("prefill", 1, 70, "1/2"),
-        ("prefill", 2, 70, "1/2"),
-        ("decode", 3, 3, "1/2"),
-        ("drafts", 3, 12, "1/2"),
+        ("prefill", 1, 70, "1/2", "float32"),
+        ("prefill", 2, 70, "1/2", "float32"),
+        ("decode", 3, 3, "1/2", "float32"),
+        ("decode", 3, 3, "1/2", "float16"),
+        ("drafts", 3, 12, "1/2", "float32"),
+        ("drafts", 3, 12, "1/2", "float16"),
     ]
     for record in records:
         ours = record["results"]["gdn_triton"]
@@ -50,10 +52,10 @@ def test_dry_run(
         assert ours["kernels"] == {}
         windowed = record["results"]["gdn_triton, with a window"]
         assert ("time" in windowed) == (record["what"] != "prefill")
-    assert "| decode | 3 | 3 | 1/2 | " in capsys.readouterr().out
+    assert "| decode | 3 | 3 | 1/2 | float16 | " in capsys.readouterr().out
     text = page.rows_page(path)
     assert text.startswith("# The Gated DeltaNet part of a layer\n")
-    assert "python -m benchmarks.layer" in text and "| prefill | 2 | 70 | 1/2 | " in text
+    assert "python -m benchmarks.layer" in text and "| prefill | 2 | 70 | 1/2 | float32 | " in text
     assert page.all_ratios([path]) == []
 
 
@@ -63,13 +65,14 @@ def test_table() -> None:
         "vLLM": {"time": 100.0, "launches": None},
         "SGLang": {"skipped": "no"},
     }
-    record = {"what": "decode", "sequences": 64, "tokens": 64, "heads": "4/8", "results": results}
+    record = {"what": "decode", "sequences": 64, "tokens": 64, "heads": "4/8", "pool": "bfloat16"}
+    record["results"] = results
     last = layer.tables([record], results).splitlines()[-1]
     results["gdn_triton"]["kernels"] = {"conv": 3.04, "norm": 9.0}
     lines = layer.kernel_lines([record], "gdn_triton")
     assert lines == ["gdn_triton, decode of 64, 4/8: conv 3.0, norm 9.0"]
     assert layer.kernel_lines([record], "vLLM") == []
-    assert last == "| decode | 64 | 64 | 4/8 | 12.3 (4) | 100.0 | - |"
+    assert last == "| decode | 64 | 64 | 4/8 | bfloat16 | 12.3 (4) | 100.0 | - |"
 
 
 def test_a_wrong_one_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

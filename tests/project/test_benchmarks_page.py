@@ -486,7 +486,7 @@ def test_prefills_and_steps_of_a_layer_come_from_separate_records(tmp_path: Path
         layer_records(tmp_path / "new.jsonl", "2026-02-01", "prefill", {"gdn_triton": ours}),
         layer_records(tmp_path / "old.jsonl", "2026-01-01", "decode", {"gdn_triton": other}),
     ]
-    assert "| decode | 1 | 1000 | 16/32 | 100.0 (16) |" in page.layer_table(files)
+    assert "| decode | 1 | 1000 | 16/32 | float32 | 100.0 (16) |" in page.layer_table(files)
     text = page.prefill_table(files)
     assert "| 16/32 | 1 | 50 (5) | 10 (83%) | 12 (50%) | 28 |" in text
     assert page.layer_table(files[:1]) == page.prefill_table(files[1:]) == ""
