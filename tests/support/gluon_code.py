@@ -73,6 +73,10 @@ MORE_WITH_COPIES = 120
 IN_FLIGHT_OF_TILES = 1
 # The advisory that the assembler waits for a product once more.
 ONE_MORE_WAIT = "(C7517)"
+# Bytes of stack that a kernel with a window may use, by the dtype of the states, whether they are
+# value-first, and the tokens; 0 for all others. Triton 3.8 and 3.9 spill 8 to 40 bytes here, in no
+# loop. With 128 registers nothing is spilled, and 512 states took 5 percent longer on an H200.
+WINDOW_STACK = {(torch.float32, True, 4): 64}
 # The limits of the kernel of the gradients: bytes of stack, which are mostly addresses of the warps
 # of dk, and instructions of 16 bytes, because the loops of all roles share the instruction
 # cache.
@@ -329,8 +333,9 @@ def judge_windows() -> list[str]:
         found = [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
         found += [*unwritten_uniform_registers(sass), *overlong_layouts(kernel.asm["ttgir"])]
         found += narrow_strides(kernel.asm["ttgir"])
-        if stack > 0:
-            found.append(f"{stack} bytes of stack")
+        allowed = WINDOW_STACK.get((dtype, v_first, tokens), 0)
+        if stack > allowed:
+            found.append(f"{stack} bytes of stack, {allowed} allowed")
         wrong += [f"{name}: {text}" for text in found]
     return wrong
 
