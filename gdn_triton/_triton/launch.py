@@ -16,10 +16,19 @@ from triton.runtime.jit import JITFunction
 
 from gdn_triton._host.launches import Again, recorder
 from gdn_triton._host.remembered import keep
-from gdn_triton._triton.tiles import compiler
+from gdn_triton._triton.tiles import UNFUSED, compiler
 
 # The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
 MOST_VARIANTS = 64
+
+# The options of a launch that are no arguments of its kernel.
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", *UNFUSED)
+
+
+def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that a kernel has, and the options of a launch among them."""
+    names = {*kernel.arg_names, *OPTIONS}
+    return {name: x for name, x in arguments.items() if name in names}
 
 
 class Launch:

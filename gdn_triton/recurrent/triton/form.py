@@ -83,7 +83,8 @@ def recurrent_form(
     (docs/tried.md): many float32 states reach the bandwidth of memory without the other options,
     and 16-bit states need them."""
     BK = padded(K, 256)
-    # With a mask for K, the programs of the calls below spill hundreds of bytes.
+    # The forms of `several` and `writes_last` are for whole blocks of K. With a mask for K their
+    # programs spill hundreds of bytes.
     several = is_step and not one_token and K == BK
     writes_last = several and not every_token
     if not state_v_first:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gdn_triton._host.device import on_device
 from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
+from gdn_triton._triton.launch import taken_by
 from gdn_triton._triton.strides import named
 from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -29,15 +30,15 @@ from gdn_triton.recurrent.triton.window_form import (
 )
 from gdn_triton.recurrent.triton.window_plan import (
     BLOCK,
-    COPIED,
     LEAST_BLOCK,
     LEAST_TOKENS,
     MOST_PIECES,
     MOST_ROWS,
     MOST_WARPS,
+    begin_whole,
+    strides_copy,
 )
 
-OPTIONS: Final = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 # With more 16-bit states than this, the kernel of `hopper/window.py` is faster. On an H200 a step
 # of 32 states took 2.5 us with it instead of 2.3, and one of 256 states 6.0 instead of 6.6.
 FEWEST_COPIED_RINGS: Final = 64
@@ -70,10 +71,9 @@ def copied_step_form(p: RingProblem, x: RingOperands) -> WindowForm | None:
     if stored not in ({torch.float32}, {torch.bfloat16}) or x.g_rows.dtype != torch.float32:
         return None
     hn, hh, hv, hk = x.state.stride()
-    if (hv, hk) != (p.K, 1) or hn % 16 != 0 or hh % 16 != 0:
+    if (hv, hk) != (p.K, 1) or not strides_copy(hn, hh, x.d, x.k_rows):
         return None
-    copied = (x.state, x.d, x.k_rows)
-    if any(y.stride(0) * y.dtype.itemsize % COPIED != 0 or y.data_ptr() % COPIED for y in copied):
+    if not begin_whole(x.state, x.d, x.k_rows):
         return None
     if gluon_refusal(p.device) is not None:
         return None
@@ -194,12 +194,9 @@ def step(p: RingProblem, x: RingOperands) -> None:
         **UNFUSED,
         **tile,
     }
-    names = {*kernel.arg_names, *OPTIONS, *UNFUSED}
     with on_device(p.device):
         count_writes(x.state, x.out, x.d, x.k_rows, x.g_rows)
-        kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](
-            **{name: y for name, y in given.items() if name in names}
-        )
+        kernel[(-(-p.V // tile["BV"]) * p.N * p.HV, 1, 1)](**taken_by(kernel, given))
 
 
 def drafts(p: RingProblem, x: RingOperands) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gdn_triton._host.device import on_device
 from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
-from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.launch import Launch, taken_by
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -139,9 +139,7 @@ def _early_form(p: RecurrentProblem) -> WindowForm | None:
 
 
 def _copied_form(p: RecurrentProblem, x: Operands) -> WindowForm | None:
-    """Returns the form of a step that runs the kernel of `hopper/window.py`, or None. The kernel
-    copies 16 bytes at once. Triton only knows whether a stride of the states is a multiple of 16
-    elements."""
+    """Returns the form of a step that runs the kernel of `hopper/window.py`, or None."""
     if not _is_common(p):
         return None
     form = copied_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
@@ -166,17 +164,21 @@ def _may_copy(p: RecurrentProblem, x: Operands) -> bool:
     assert x.state is not None and x.u_rows is not None and x.k_rows is not None
     hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
     inner = (1, p.K) if p.state_v_first else (p.V, 1)
-    if (hk, hv) != inner or hn % 16 != 0 or hh % 16 != 0:
-        return False
-    if any(y.stride(0) * y.dtype.itemsize % COPIED != 0 for y in (x.u_rows, x.k_rows)):
+    if (hk, hv) != inner or not strides_copy(hn, hh, x.u_rows, x.k_rows):
         return False
     return gluon_refusal(p.device) is None
 
 
-def _copies_whole(x: Operands) -> bool:
-    """Returns whether the tensors that the kernels in Gluon copy begin at multiples of 16
-    bytes."""
-    copied = (x.state, x.u_rows, x.k_rows)
+def strides_copy(hn: int, hh: int, *rows: Tensor) -> bool:
+    """Returns whether the kernels in Gluon can copy 16 bytes at once from states with the strides
+    hn of slots and hh of heads, and from these records. Triton only knows whether a stride of the
+    states is a multiple of 16 elements."""
+    whole = all(y.stride(0) * y.dtype.itemsize % COPIED == 0 for y in rows)
+    return whole and hn % 16 == 0 and hh % 16 == 0
+
+
+def begin_whole(*copied: Tensor | None) -> bool:
+    """Returns whether all tensors begin at multiples of 16 bytes."""
     return all(y is not None and y.data_ptr() % COPIED == 0 for y in copied)
 
 
@@ -309,8 +311,7 @@ def _copied_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: WindowForm
     _, fixed = launch_arguments(p, x, o)
     fixed |= _tile(form, p) | dependent_launch(gpu_of(p.device))
     fixed |= {"RELEASE": fixed["DEPENDENT"] and _releases(p), **NO_RING}
-    names = {*kernel.arg_names, *("num_warps", "maxnreg", "launch_pdl"), *UNFUSED}
-    return Launch(kernel, **{name: y for name, y in fixed.items() if name in names})
+    return Launch(kernel, **taken_by(kernel, fixed))
 
 
 def step_grid(p: RecurrentProblem, form: WindowForm | None = None) -> tuple[int, int, int]:
@@ -364,7 +365,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             "slots": y.read_slots,
             "positions": y.positions,
         }
-        if copied is not None and _copies_whole(y):
+        if copied is not None and begin_whole(y.state, y.u_rows, y.k_rows):
             more = {} if one else {"cu_seqlens": y.cu_seqlens, "N": p.N, "T": p.T}
             copied_launch(copied_grid, **pointers, **more)
         elif early is not None:

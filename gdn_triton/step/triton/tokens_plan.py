@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdn_triton._host.device import on_device
 from gdn_triton._host.memory import count_writes
-from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.launch import Launch, taken_by
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
@@ -44,8 +44,6 @@ class TokensForm(NamedTuple):
 MOST_WARPS, NARROW_WARPS = 8, 4
 # The largest K with key-first states, whose programs have a whole column.
 MOST_COLUMN = 128
-# The options of a launch that are no arguments of its kernel.
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", *UNFUSED)
 
 
 def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
@@ -241,8 +239,8 @@ def plan_window(
     }
     # The limit of registers of the rule's kernel is left out: it makes room for further programs,
     # which few sequences do not have, and the convolution would spill.
-    names = {*layer_window_kernel.arg_names, *OPTIONS}
-    launch = Launch(layer_window_kernel, **{n: z for n, z in fixed.items() if n in names})
+    fixed.pop("maxnreg", None)
+    launch = Launch(layer_window_kernel, **taken_by(layer_window_kernel, fixed))
     programs = grid_size(p, fixed["BV"])
     row = fixed["ROWS"] * (2 * fixed["BK"] + fixed["BV"])
 

@@ -12,6 +12,7 @@ from gdn_triton._triton.views import copy_async, meet
 from gdn_triton.recurrent.triton.hopper.parts import (
     ROWS,
     K,
+    add_product,
     fold,
     is_alive,
     lane_sums_after,
@@ -278,11 +279,7 @@ def window_drafts_fwd_kernel(
     b_r = gl.convert_layout(records, RIGHT_32)
     of_u = is_alive(gl.arange(0, ROWS, gl.SliceLayout(0, LEFT_32)), position, limit, R)
     b_u = gl.where(of_u[None, :], u_s.permute((1, 0)).load(LEFT_32), 0.0)
-    u_upper, r_upper = upper_bits(b_u), upper_bits(b_r)
-    added = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
-    added = mma_v2(b_u - u_upper, r_upper, added, input_precision="tf32")
-    added = mma_v2(u_upper, b_r - r_upper, added, input_precision="tf32")
-    added = mma_v2(u_upper, r_upper, added, input_precision="tf32")
+    added = add_product(b_u, b_r, gl.zeros([BV, COLUMNS], gl.float32, PRODUCT))
     of_state = gl.exp2((log_s + sum_of_rows(b_gr)) * RCP_LN2) * of_y
     of_state = gl.convert_layout(of_state, OF_TOKEN)
 

@@ -88,6 +88,16 @@ def lane_sums_after(b_g, age, of_row):
 
 
 @gluon.jit
+def add_product(left, right, added):
+    """Adds the product of float32 operands to `added`, as `records_dot` of `window_records.py`
+    does."""
+    l_upper, r_upper = upper_bits(left), upper_bits(right)
+    added = mma_v2(left - l_upper, r_upper, added, input_precision="tf32")
+    added = mma_v2(l_upper, right - r_upper, added, input_precision="tf32")
+    return mma_v2(l_upper, r_upper, added, input_precision="tf32")
+
+
+@gluon.jit
 def is_alive(o_r, position, limit, R: gl.constexpr):
     """Returns whether the token of each row is one of the `limit` last tokens."""
     return age_of(o_r, position, R).to(gl.uint32) < limit

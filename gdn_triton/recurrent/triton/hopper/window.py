@@ -14,6 +14,7 @@ from gdn_triton._triton.views import copy_async, meet, viewed
 from gdn_triton.recurrent.triton.hopper.parts import (
     ROWS,
     K,
+    add_product,
     fold,
     inner,
     is_alive,
@@ -259,12 +260,7 @@ def window_copied_fwd_kernel(
     b_r = gl.convert_layout(gl.where(of_records[:, None], records, 0.0), RIGHT_32)
     of_u = is_alive(gl.arange(0, ROWS, gl.SliceLayout(0, LEFT_32)), position, limit, R)
     b_u = gl.where(of_u[None, :], u_s.permute((1, 0)).load(LEFT_32).to(gl.float32), 0.0)
-    # The products of `records_dot` of `window_records.py`.
-    u_upper, r_upper = upper_bits(b_u), upper_bits(b_r)
-    added = gl.zeros([BV, COLUMNS], gl.float32, PRODUCT)
-    added = mma_v2(b_u - u_upper, r_upper, added, input_precision="tf32")
-    added = mma_v2(u_upper, b_r - r_upper, added, input_precision="tf32")
-    added = mma_v2(u_upper, r_upper, added, input_precision="tf32")
+    added = add_product(b_u, b_r, gl.zeros([BV, COLUMNS], gl.float32, PRODUCT))
 
     state_q, state_k = 0.0, 0.0
     tokens = viewed(y_s, gl.bfloat16, [COLUMNS * K], FLAT)
