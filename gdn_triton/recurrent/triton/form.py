@@ -101,7 +101,8 @@ def recurrent_form(
         elif not one_token:
             of_thread = STATE_OF_A_THREAD // 2
         tile = Tile(BK, padded(V, 32 * of_thread // BK, least=1), 1, 1, registers)
-        return RecurrentForm(tile=tile)
+        # A thread has the four rows of a load.
+        return RecurrentForm(tile=tile, fold=_log2(min(4, BK // 2)))
     BV, parts, compact = padded(V, 16 * STATE_OF_A_THREAD // BK, least=1), 1, False
     if not one_token:
         if state_bytes >= FEWEST_STATES:

@@ -6,7 +6,14 @@ import triton.language as tl
 
 from gdn_triton._triton.activations import sigmoid
 from gdn_triton._triton.taps import earlier, keep
-from gdn_triton.recurrent.triton.sums import power_of_two
+
+
+@triton.jit
+def power_of_two(x):
+    """Returns the largest power of two that is at most x and at least 2^-126, and its inverse. x is
+    not negative."""
+    bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit

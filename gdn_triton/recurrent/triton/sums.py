@@ -6,43 +6,25 @@ import triton.language as tl
 
 
 @triton.jit
-def power_of_two(x):
-    """Returns the largest power of two that is at most x and at least 2^-126, and its inverse. x is
-    not negative."""
-    bits = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x00800000)
-    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def largest(x):
-    """Returns the largest magnitude of x, as a maximum of bits: for floats that are not negative,
-    the larger float has the larger bits as an integer."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sum_of_words(x):
-    """Returns the sum of at most 256 elements, each at most 4, in units of 2^-42. Bits 23 and above
-    and the lower bits are summed separately, so that neither sum exceeds 32 bits."""
-    units = (x * 4398046511104.0).to(tl.int64)
-    words = tl.join((units >> 23).to(tl.int32), units.to(tl.int32) & 0x7FFFFF)
-    high, low = tl.split(tl.sum(words, 0).to(tl.float32))
-    return (high + low * 1.1920928955078125e-07) * 1.9073486328125e-06
+def sum_of_channels(x, AXIS: tl.constexpr):
+    """Returns the sum of x over an axis of at most 256 channels. Each step adds two numbers.
+    Therefore the register layout, which differs between compiled variants, does not change a bit.
+    The first steps add neighbours, which one thread has loaded."""
+    for _ in tl.static_range(8):
+        if x.shape[AXIS] > 1:
+            x = tl.sum(
+                tl.reshape(x, x.shape[:AXIS] + [x.shape[AXIS] // 2, 2] + x.shape[AXIS + 1 :]),
+                AXIS + 1,
+            )
+    return tl.sum(x, AXIS)
 
 
 @triton.jit
 def products(b_q, b_k):
-    """Returns the sums of q q, k k and q k, in fixed point relative to the largest magnitudes of q
-    and of k. Integer addition is associative, and a maximum does not depend on the order. Therefore
-    the same q and k give the same bits in every register layout, which differs between compiled
-    variants. The lanes of a warp add integers of 32 bits in one instruction."""
-    top_q, top_k = tl.split(largest(tl.join(b_q, b_k)))
-    unit_q, inverse_q = power_of_two(top_q)
-    unit_k, inverse_k = power_of_two(top_k)
-    b_q, b_k = b_q * inverse_q, b_k * inverse_k
-    qq, kk = tl.split(sum_of_words(tl.join(b_q * b_q, b_k * b_k)))
-    qk = sum_of_words(b_q * b_k)
-    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
+    """Returns the sums of q q, k k and q k, where q and k are [K] or [T, K]."""
+    AXIS: tl.constexpr = len(b_q.shape) - 1
+    qq, kk = tl.split(sum_of_channels(tl.join(b_q * b_q, b_k * b_k), AXIS))
+    return qq, kk, sum_of_channels(b_q * b_k, AXIS)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from triton.language.target_info import is_hip
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton.recurrent.triton.kernel import strength
+from gdn_triton.recurrent.triton.sums import sum_of_channels
 from gdn_triton.recurrent.triton.window_early import fold_early, not_before
 from gdn_triton.recurrent.triton.window_records import (
     below,
@@ -83,16 +84,6 @@ def sum_of_tokens(x):
     for _ in tl.static_range(5):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def sum_of_channels(x):
-    """Returns the sum of x [N, K] over at most 256 channels, as `sum_of_tokens` does. The first
-    steps add neighbours, which one thread has loaded."""
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
     return tl.reshape(x, [x.shape[0]])
 
 
@@ -331,7 +322,7 @@ def window_fwd_kernel(
         b_y = not_before(b_y, is_here)
     if USE_QK_L2NORM:
         f_y = b_y.to(tl.float32)
-        of_y *= tl.rsqrt(sum_of_channels(f_y * f_y) + EPS)
+        of_y *= tl.rsqrt(sum_of_channels(f_y * f_y, 1) + EPS)
     of_token = y_t[:, None] == o_t[None, :]
     y_beta = tl.sum(tl.where(of_token, b_beta[None, :], 0.0), 1)
     if RING:

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.taps import Filter, taps
 from gdn_triton.recurrent.triton.kernel import decay_of, normalizer, strength, tiles_of_parent
-from gdn_triton.recurrent.triton.sums import column_sums, power_of_two
+from gdn_triton.recurrent.triton.sums import column_sums, products
 from gdn_triton.step.triton.tokens import (
     convolved_nodes,
     convolved_rows,
@@ -36,32 +36,6 @@ from gdn_triton.step.triton.tokens import (
     own_rows,
     start_slot,
 )
-
-
-@triton.jit
-def largest_of_rows(x):
-    """Does the same as `largest` for each row of x [BT, BK]."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sums_of_words(x):
-    """Does the same as `sum_of_words` for each row of x [BT, BK]."""
-    units = (x * 4398046511104.0).to(tl.int64)
-    high = tl.sum((units >> 23).to(tl.int32), 1).to(tl.float32)
-    low = tl.sum(units.to(tl.int32) & 0x7FFFFF, 1).to(tl.float32)
-    return (high + low * 1.1920928955078125e-07) * 1.9073486328125e-06
-
-
-@triton.jit
-def products_of_rows(b_q, b_k):
-    """Does the same as `products` for each row of b_q and b_k [BT, BK]. The sums are
-    sums of integers, so the register layout changes no bit."""
-    unit_q, inverse_q = power_of_two(largest_of_rows(b_q))
-    unit_k, inverse_k = power_of_two(largest_of_rows(b_k))
-    b_q, b_k = b_q * inverse_q[:, None], b_k * inverse_k[:, None]
-    qq, kk, qk = sums_of_words(b_q * b_q), sums_of_words(b_k * b_k), sums_of_words(b_q * b_k)
-    return qq * unit_q * unit_q, kk * unit_k * unit_k, qk * unit_q * unit_k
 
 
 @triton.jit(do_not_specialize=["N", "ROWS"])
@@ -199,7 +173,7 @@ def layer_tokens_kernel(
     tl.store(p_rows + (2 * BK + o_c)[None, :], b_v)
     # Multiply the sums of q or k, not their elements, by a scalar factor of q or k.
     of_q, of_k = tl.zeros([BT], dtype=tl.float32) + scale, tl.full([BT], 1.0, tl.float32)
-    qq, kk, qk = products_of_rows(b_q.to(tl.float32), b_k.to(tl.float32))
+    qq, kk, qk = products(b_q.to(tl.float32), b_k.to(tl.float32))
     if USE_QK_L2NORM:
         of_q = normalizer(qq, scale, EPS)
         of_k = normalizer(kk, 1.0, EPS)
