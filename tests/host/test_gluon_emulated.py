@@ -1,7 +1,7 @@
 """The Gluon kernels without a GPU: tests/support/gluon_emulated.py, gluon_walks.py,
-gluon_backward.py and gluon_window.py run the PTX that Triton makes of them on a CPU, in a process
-of its own, since Triton decides on import between its interpreter and its compiler.
-gluon_launches.py holds the emulator to what it finds between launches. Needs g++."""
+gluon_backward.py, gluon_window.py and gluon_several.py run the PTX that Triton makes of them on a
+CPU, in a process of its own, since Triton decides on import between its interpreter and its
+compiler. gluon_launches.py holds the emulator to what it finds between launches. Needs g++."""
 
 import os
 import platform
@@ -23,7 +23,14 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 @pytest.mark.timeout(1800)  # g++ takes most of the time
 @pytest.mark.parametrize(
     "module",
-    ["gluon_launches", "gluon_emulated", "gluon_walks", "gluon_backward", "gluon_window"],
+    [
+        "gluon_launches",
+        "gluon_emulated",
+        "gluon_walks",
+        "gluon_backward",
+        "gluon_window",
+        "gluon_several",
+    ],
 )
 def test_emulated(module: str) -> None:
     if platform.machine() != "x86_64":

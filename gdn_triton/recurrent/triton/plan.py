@@ -1,18 +1,32 @@
 """The plan of a call on Triton, which does not depend on the contents and addresses of tensors."""
 
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
 from gdn_triton._host.device import on_device
+from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
-from gdn_triton._triton.launch import Launch
+from gdn_triton._triton.launch import Launch, taken_by
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import named, state_strides
 from gdn_triton._triton.tiles import UNFUSED, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import Operands, PlannedCall, RecurrentProblem, views
-from gdn_triton.recurrent.triton.form import RecurrentForm, eviction_policy, recurrent_form
+from gdn_triton.recurrent.triton.form import (
+    RecurrentForm,
+    SeveralForm,
+    eviction_policy,
+    recurrent_form,
+    several_form,
+)
 from gdn_triton.recurrent.triton.kernel import recurrent_fwd_kernel
+
+# The columns of a warp, and the most tokens of which a program knows the number, in the kernel of
+# `hopper/several.py`.
+COLUMNS_OF_A_WARP: Final = 16
+KNOWN_TOKENS: Final = 4
 
 
 def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
@@ -47,13 +61,19 @@ def _state_bytes(p: RecurrentProblem) -> int:
 
 
 def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None) -> Launch:
-    """Returns the launch. x: the result of `views`. o: [B, T, HV, V]. ht: the tensor to which the
-    states are written."""
+    """Returns the launch. The arguments are those of `launch_arguments`."""
+    return Launch(recurrent_fwd_kernel, **launch_arguments(problem, x, o, ht))
+
+
+def launch_arguments(
+    problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None
+) -> dict[str, Any]:
+    """Returns the fixed arguments of the kernel. x: the result of `views`. o: [B, T, HV, V]. ht:
+    the tensor to which the states are written."""
     p = problem
     per_value = x.beta is not None and x.beta.dim() == 4
     form = form_of(p)
-    return Launch(
-        recurrent_fwd_kernel,
+    return dict(
         scale=p.scale,
         **named("qb qt qh qk", strides(x.q, 4)),
         **named("kb kt kh kk", strides(x.k, 4)),
@@ -104,6 +124,36 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
     )
 
 
+def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
+    """Returns the form of a call that runs the kernel of `hopper/several.py`, or None."""
+    if not p.is_step or p.every_token or _is_one_token(p) or (p.K, p.V) != (128, 128):
+        return None
+    if {p.q_dtype, p.k_dtype, p.v_dtype} != {torch.bfloat16}:
+        return None
+    if p.state_dtype not in (torch.bfloat16, torch.float32):
+        return None
+    inner = (1, p.K) if p.state_v_first else (p.V, 1)
+    if state_strides(x.state, p.state_v_first)[2:] != inner:
+        return None
+    if gluon_refusal(p.device) is not None:
+        return None
+    return several_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+
+
+def _several_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: SeveralForm) -> Launch:
+    # Import here: releases of Triton that `_host/gluon.py` does not list may lack names of Gluon.
+    from gdn_triton.recurrent.triton.hopper.several import recurrent_several_fwd_kernel
+
+    fixed = launch_arguments(p, x, o, x.state)
+    fixed |= {
+        "BV": COLUMNS_OF_A_WARP * form.warps,
+        "EACH": p.T if p.T <= KNOWN_TOKENS and not p.is_varlen else 0,
+        "num_warps": form.warps,
+        "maxnreg": form.registers,
+    }
+    return Launch(recurrent_several_fwd_kernel, **taken_by(recurrent_several_fwd_kernel, fixed))
+
+
 def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     """Returns a function that runs all calls that differ from this one only in contents and
     addresses."""
@@ -125,6 +175,10 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     x = views(p, operands._replace(out=output(operands)))
     assert x.out is not None
     launch = make_launch(p, x, x.out, x.state if p.is_step else final_state())
+    several = _several_form(p, x)
+    if several is not None:
+        several_launch = _several_launch(p, x, x.out, several)
+        programs = p.V // (COLUMNS_OF_A_WARP * several.warps) * (p.N + p.is_varlen) * p.HV
 
     def run(y: Operands) -> tuple[Tensor, Tensor | None]:
         o = output(y)
@@ -133,6 +187,25 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
             return o, ht
         if p.is_step:
             count_writes(y.state, y.out)
+        if several is not None:
+            several_launch(
+                (programs, 1, 1),
+                q=y.q,
+                k=y.k,
+                v=y.v,
+                g=y.g,
+                beta=y.beta,
+                A_log=y.A_log,
+                dt_bias=y.dt_bias,
+                o=o,
+                state=y.state,
+                read_slots=y.read_slots,
+                write_slots=y.write_slots,
+                cu_seqlens=y.cu_seqlens,
+                N=p.N,
+                T=p.T,
+            )
+            return o, ht
         launch(
             grid,
             q=y.q,

@@ -73,6 +73,9 @@ def _as_nvcc_writes(ptx: str) -> str:
     ptx = re.sub(r"\{ (%\w+) \}", r"\1", ptx)
     # Triton's single warps share a warpgroup, each with a setmaxnreg of its own.
     ptx = re.sub(r"\bsetmaxnreg[^;]*;", "", ptx)
+    # A policy of the cache changes no number.
+    ptx = re.sub(r"\bcreatepolicy[^;]*;", "", ptx)
+    ptx = re.sub(r"(\.L2::cache_hint[^;]*), %\w+;", r"\1;", ptx)
     count = 0
 
     def told_apart(found: re.Match[str]) -> str:

@@ -1,0 +1,125 @@
+"""Runs the Gluon kernel of steps of several tokens on a CPU, and compares its bits with those of
+the portable kernel.
+
+    PYTHONPATH=.:tests/support python -m gluon_several
+
+With the installed Triton, of whose releases the package lists some (RELEASES of
+gdn_triton/_host/gluon.py). Needs g++ on x86_64. Each case is a call of sequences of which one is
+padding. Exits with 1 and a list of what is wrong.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from emulator.gluon import emulated
+from gluon_window import differences
+from torch import Tensor
+
+from gdn_triton._host.records import Options
+from gdn_triton.recurrent.problem import Operands, StepCall
+from gdn_triton.recurrent.triton import plan
+from gdn_triton.recurrent.triton.form import SeveralForm, several_form
+from gdn_triton.recurrent.validation import validate_step
+
+K = V = 128
+KERNEL = "recurrent_several_fwd_kernel"
+LENGTHS = (4, 7, 0, 3, 1)
+
+
+def make_call(
+    dtype: torch.dtype, *, v_first: bool, moves: bool, norm: bool, seed: int, tokens: int
+) -> StepCall:
+    """5 sequences of 4 value heads. moves: the states go to other slots. norm: with 2 key heads, of
+    a mixed call with every option; otherwise as many key heads. tokens: of each sequence; 0:
+    packed, LENGTHS."""
+    N, H, HV = 5, 2 if norm else 4, 4
+    torch.manual_seed(seed)
+    slots, rows = 2 * N + 1, sum(LENGTHS) + 2
+    lead = (N, tokens) if tokens else (rows,)
+    mixed = torch.randn(*lead, 2 * H * K + HV * V + 8).bfloat16()[..., 8:]
+    q, k, v = mixed.split((H * K, H * K, HV * V), -1)
+    q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+    a, b = torch.randn(2, *lead, HV).bfloat16()
+    order = torch.randperm(slots).int()
+    read, write = order[:N].clone(), None
+    read[1] = -1
+    if moves:
+        write = order[N : 2 * N].clone()
+        write[3] = -1
+    ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+    x = Operands(
+        q=mixed if norm else q,
+        k=mixed if norm else k,
+        v=mixed if norm else v,
+        g=a if norm else -a.float().exp(),
+        beta=b if norm else b.float().sigmoid(),
+        A_log=torch.rand(HV) if norm else None,
+        dt_bias=torch.rand(HV) - 2 if norm else None,
+        state=torch.randn(slots, HV, *((V, K) if v_first else (K, V))).to(dtype),
+        read_slots=read,
+        write_slots=write,
+        cu_seqlens=None if tokens else ends,
+    )
+    options = Options(
+        use_qk_l2norm_in_kernel=norm,
+        use_beta_sigmoid_in_kernel=norm,
+        allow_neg_eigval=norm,
+        state_v_first=v_first,
+        use_gate_in_kernel=norm,
+    )
+    return StepCall(x, options, None, "negative", is_mixed=norm)
+
+
+def run(call: StepCall, form: SeveralForm | None, seed: int) -> dict[str, Tensor]:
+    """o and the pool, by the kernel in Gluon or, without a form, by the portable one."""
+    assert call.inputs.state is not None
+    x = call.inputs._replace(state=call.inputs.state.clone())
+    launched = {KERNEL: ("o", "state")} if form else {}
+    with ExitStack() as patches:
+        for name, replacement in {
+            "dependent_launch": lambda _: {"DEPENDENT": False},
+            "_several_form": lambda *_: form,
+        }.items():
+            patches.enter_context(mock.patch.object(plan, name, replacement))
+        patches.enter_context(emulated(launched, seed=seed, races=form is not None))
+        o, _ = plan.plan(validate_step(call), x)(x)
+    assert x.state is not None
+    return {"o": o, "state": x.state}
+
+
+def forms() -> Iterator[tuple[torch.dtype, bool, SeveralForm]]:
+    """Every form of the kernel: the dtype of the states, whether they are value-first, the form."""
+    for dtype, v_first in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        of_states = [several_form(dtype.itemsize, v_first, 2**i) for i in range(21)]
+        for form in sorted({form for form in of_states if form is not None}):
+            yield dtype, v_first, form
+
+
+def widths() -> Iterator[tuple[torch.dtype, bool, SeveralForm]]:
+    """One form for each number of warps, on which the PTX depends."""
+    of_warps = {(dtype, v_first, form.warps): form for dtype, v_first, form in forms()}
+    for (dtype, v_first, _), form in of_warps.items():
+        yield dtype, v_first, form
+
+
+def main() -> int:
+    failed = 0
+    calls = ((4, False, True), (6, True, False), (0, True, True))
+    for seed, ((dtype, v_first, form), (tokens, moves, norm)) in enumerate(
+        itertools.product(widths(), calls)
+    ):
+        call = make_call(dtype, v_first=v_first, moves=moves, norm=norm, seed=seed, tokens=tokens)
+        wrong = differences(run(call, form, seed), run(call, None, seed))
+        failed += bool(wrong)
+        layout = f"{'value' if v_first else 'key'}-first, {form.warps} warps"
+        print(f"{dtype}, {layout}, {tokens} tokens: {', '.join(wrong) or 'right'}", flush=True)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
