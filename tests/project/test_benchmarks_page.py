@@ -328,12 +328,14 @@ def test_table_of_decode_steps(files: list[Path]) -> None:
     assert page.decode_table(files[:1]) == ""
 
 
-def test_table_of_decode_steps_has_one_kind_of_gates(files: list[Path], tmp_path: Path) -> None:
-    """The first by name, as times hardly depend on the gates."""
+def test_rows_of_decode_steps_have_one_kind_of_gates(files: list[Path], tmp_path: Path) -> None:
+    """The first by name, as no instruction of a step depends on the gates."""
     head, *steps = page.read(files[2])
     others = [{**step, "gates": "strong"} for step in steps]
     path = write_records(tmp_path / "gates.jsonl", [head, *others, *steps])
     assert page.decode_table([path]) == page.decode_table(files)
+    mixed = write_records(tmp_path / "mixed.jsonl", [head, others[0], *steps[1:]])
+    assert page.decode_table([mixed]) == page.decode_table(files)
 
 
 def test_drafts_come_after_decode_steps(files: list[Path], tmp_path: Path) -> None:
