@@ -34,8 +34,8 @@ def make_call(
     dtype: torch.dtype, *, v_first: bool, moves: bool, norm: bool, seed: int, tokens: int
 ) -> StepCall:
     """5 sequences of 4 value heads. moves: the states go to other slots. norm: with 2 key heads, of
-    a mixed call with every option; otherwise as many key heads. tokens: of each sequence; 0:
-    packed, LENGTHS."""
+    a mixed call with every option, dt_bias only if the states move; otherwise as many key heads.
+    tokens: of each sequence; 0: packed, LENGTHS."""
     N, H, HV = 5, 2 if norm else 4, 4
     torch.manual_seed(seed)
     slots, rows = 2 * N + 1, sum(LENGTHS) + 2
@@ -58,7 +58,7 @@ def make_call(
         g=a if norm else -a.float().exp(),
         beta=b if norm else b.float().sigmoid(),
         A_log=torch.rand(HV) if norm else None,
-        dt_bias=torch.rand(HV) - 2 if norm else None,
+        dt_bias=torch.rand(HV) - 2 if norm and moves else None,
         state=torch.randn(slots, HV, *((V, K) if v_first else (K, V))).to(dtype),
         read_slots=read,
         write_slots=write,

@@ -244,6 +244,10 @@ inline bool setp_leu_f32(uint32_t a, uint32_t b) { return !setp_gt_f32(a, b); }
 inline bool setp_gtu_f32(uint32_t a, uint32_t b) { return !setp_le_f32(a, b); }
 inline bool setp_geu_f32(uint32_t a, uint32_t b) { return !setp_lt_f32(a, b); }
 inline bool setp_nan_f32(uint32_t a, uint32_t b) { return f(a) != f(a) || f(b) != f(b); }
+// A bfloat16 number is the upper half of a float32 number.
+inline bool setp_lt_bf16(uint16_t a, uint16_t b) { return setp_lt_f32(a << 16, b << 16); }
+inline bool setp_gt_bf16(uint16_t a, uint16_t b) { return setp_gt_f32(a << 16, b << 16); }
+inline bool setp_ge_bf16(uint16_t a, uint16_t b) { return setp_ge_f32(a << 16, b << 16); }
 
 inline uint16_t selp_b16(uint16_t a, uint16_t b, bool p) { return p ? a : b; }
 inline uint16_t selp_u16(uint16_t a, uint16_t b, bool p) { return p ? a : b; }

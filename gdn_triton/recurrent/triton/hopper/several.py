@@ -18,14 +18,15 @@ from gdn_triton.recurrent.triton.kernel import strength
 # The tokens that are in shared memory at once, and the numbers of each that do not depend on a
 # column of the state.
 TOKENS, FACTORS = gl.constexpr(4), gl.constexpr(8)
-# The threads that share four columns, the channels of each, and the channels that a thread reads at
-# once.
+# The threads that share four columns of the state, the channels of each thread, and the channels
+# that a thread reads at once.
 LANES, CHANNELS, READ = gl.constexpr(8), gl.constexpr(16), gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def chained(KEY_FIRST, BITS):
-    """Returns the number of rows of a column that a thread adds with fused multiply-adds."""
+    """Returns the number of rows of a column in a chain, which fused multiply-adds add one after
+    another."""
     return 16 if KEY_FIRST else 128 // BITS
 
 
@@ -140,8 +141,8 @@ def load_channels(x_s, t: gl.constexpr, READ_LAYOUT: gl.constexpr, ROW: gl.const
 
 @gluon.jit
 def widened(x):
-    """Returns x in float32. Two neighbours of 16 bits take an instruction each. The compiler would
-    take two for one of them."""
+    """Returns x in float32, with one instruction for each number. The compiler would take two for
+    every second one."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -157,8 +158,8 @@ def widened(x):
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """Returns x in dtype. Two neighbours are rounded by one instruction. Otherwise the compiler
-    rounds them one by one, because no store takes both, at an eighth of the rate."""
+    """Returns x in dtype. One instruction rounds two neighbours. The compiler would take one for
+    each, because no store takes both."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
