@@ -16,6 +16,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this release of Triton has no Gluon")
 
 
+TOKENS = ("q", "k", "v", "g", "beta")
+
+
 def on(device: str, call: StepCall) -> StepCall:
     x = call.inputs
     moved = {name: y.to(device) for name, y in x._asdict().items() if y is not None}
@@ -73,7 +76,8 @@ def test_bits(tokens: int, pool: torch.dtype, v_first: bool, device: str) -> Non
         ({"state": lambda x: x.mT}, False),
         ({"state": lambda x: x.half()}, False),
         (dict.fromkeys(("q", "k", "v"), Tensor.half), False),
-        ({name: lambda x: x[:, :1] for name in ("q", "k", "v", "g", "beta")}, False),
+        (dict.fromkeys(TOKENS, lambda x: x[:, :1]), False),
+        (dict.fromkeys(TOKENS, lambda x: x.repeat_interleave(2, 1)), False),
         ({"write_slots": lambda _: torch.zeros(5, 4, dtype=torch.int32)}, False),
     ],
 )

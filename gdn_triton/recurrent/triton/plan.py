@@ -23,10 +23,10 @@ from gdn_triton.recurrent.triton.form import (
 )
 from gdn_triton.recurrent.triton.kernel import recurrent_fwd_kernel
 
-# The columns of a warp, and the most tokens of which a program knows the number, in the kernel of
-# `hopper/several.py`.
+# The columns of a warp in the kernel of `hopper/several.py`, and the most tokens of a sequence for
+# which it was timed. The average counts if a call is packed.
 COLUMNS_OF_A_WARP: Final = 16
-KNOWN_TOKENS: Final = 4
+FEW_TOKENS: Final = 4
 
 
 def strides(x: Tensor | None, count: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
     inner = (1, p.K) if p.state_v_first else (p.V, 1)
     if state_strides(x.state, p.state_v_first)[2:] != inner:
         return None
-    if gluon_refusal(p.device) is not None:
+    if p.T > FEW_TOKENS * (p.N if p.is_varlen else 1) or gluon_refusal(p.device) is not None:
         return None
     return several_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
 
@@ -147,7 +147,7 @@ def _several_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: SeveralFo
     fixed = launch_arguments(p, x, o, x.state)
     fixed |= {
         "BV": COLUMNS_OF_A_WARP * form.warps,
-        "EACH": p.T if p.T <= KNOWN_TOKENS and not p.is_varlen else 0,
+        "EACH": p.T if p.T <= FEW_TOKENS and not p.is_varlen else 0,
         "num_warps": form.warps,
         "maxnreg": form.registers,
     }
