@@ -109,6 +109,13 @@ def taking_turns(path: Path | None) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+def add_turns_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE",
+        help="processes with the same file use the GPU in turns, and compile at the same time",
+    )  # fmt: skip
+
+
 def medians(replays: Mapping[str, Replays], device: Device, rounds: int) -> dict[str, float]:
     """Microseconds of a call of each."""
     alone = {name: x.replay for name, x in replays.items()}
@@ -240,10 +247,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     add_gates_option(parser)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
-    parser.add_argument(
-        "--turns", type=Path, metavar="FILE",
-        help="processes with the same file use the GPU in turns, and compile at the same time",
-    )  # fmt: skip
+    add_turns_option(parser)
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     options = parser.parse_args()
     device = cuda_device("a decode step is timed on")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
         [--prefills 1 8] [--decodes 1 8 64 256] [--drafts 4] [--pools float32 bfloat16]
-        [--jsonl FILE] [--dry-run]
+        [--jsonl FILE] [--turns FILE] [--dry-run]
 
 From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
 preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states and those of other pools
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import engines
+from benchmarks.decode import add_turns_option, taking_turns
 from benchmarks.layer_calls import (
     Call,
     Sizes,
@@ -144,18 +145,21 @@ def measure(
     rounds: int,
     drafts: int = 0,
     pool: str = "float32",
+    turns: Path | None = None,
 ) -> Record:
     # The interpreter of Triton multiplies bfloat16 wrongly.
     dtype = torch.bfloat16 if device.is_cuda else torch.float16
-    step = make_step(sizes, lengths, device.torch, dtype)
-    step = step._replace(state=step.state.to(getattr(torch, pool)))
-    if drafts:
-        step = drafted(step, drafts)
-    expected = exact(step)
+    with taking_turns(turns):
+        step = make_step(sizes, lengths, device.torch, dtype)
+        step = step._replace(state=step.state.to(getattr(torch, pool)))
+        if drafts:
+            step = drafted(step, drafts)
+        expected = exact(step)
     rows: dict[str, Record] = {}
-    replays: dict[str, Replay] = {}
+    calls: dict[str, Call] = {}
     for name, maker in makers.items():
-        # The first call writes its states, and vLLM's step its input.
+        # The first call compiles, while another process has its turn. It writes its states, and
+        # vLLM's step its input.
         y, why = attempt(device, lambda: maker(step.copied())())  # noqa: B023
         if why is None:
             difference = relative(y[: expected.shape[0]], expected)
@@ -163,8 +167,28 @@ def measure(
             if not difference < GATE:
                 why = f"o differs by {difference:.1e} from float64"
         if why is None:
-            call = maker(step.copied())
-            rows[name]["launches"], why = attempt(device, partial(launches, call, device))
+            calls[name] = maker(step.copied())
+        else:
+            rows[name] = {"skipped": why}
+    with taking_turns(turns):
+        add_times(rows, calls, device, rounds)
+    return {
+        "kind": "layer",
+        "what": ("drafts" if step.drafts else "decode") if step.is_decode else "prefill",
+        "sequences": len(lengths),
+        "tokens": sum(lengths) * max(1, drafts),
+        "heads": f"{sizes.H}/{sizes.HV}",
+        "pool": pool,
+        "gates": "model",
+        "results": rows,
+    }
+
+
+def add_times(rows: dict[str, Record], calls: dict[str, Call], device: Device, rounds: int) -> None:
+    """Adds the launches, the kernels and the time of each call to its row."""
+    replays: dict[str, Replay] = {}
+    for name, call in calls.items():
+        rows[name]["launches"], why = attempt(device, partial(launches, call, device))
         if why is None:
             rows[name]["kernels"], why = attempt(device, partial(kernel_times, call, device))
         if why is None:
@@ -177,16 +201,6 @@ def measure(
         rows[name]["time"] = statistics.median(times)
         if name == WITH_WINDOW:
             rows[name]["time"] = statistics.mean(sorted(times)[: len(times) - len(times) // 18])
-    return {
-        "kind": "layer",
-        "what": ("drafts" if step.drafts else "decode") if step.is_decode else "prefill",
-        "sequences": len(lengths),
-        "tokens": sum(lengths) * max(1, drafts),
-        "heads": f"{sizes.H}/{sizes.HV}",
-        "pool": pool,
-        "gates": "model",
-        "results": rows,
-    }
 
 
 def tables(records: list[Any], names: Collection[str]) -> str:
@@ -264,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pools", nargs="+", default=["float32"], help="dtypes of a step's states")
     parser.add_argument("--rounds", type=int, default=90)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
+    add_turns_option(parser)
     parser.add_argument("--commit", help="what the records say was measured (default: git's)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
     options = parser.parse_args(arguments)
@@ -284,7 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if max(lengths) == 1:
                 drafts, pools = sorted({0, options.drafts}), options.pools
             for T, pool in itertools.product(drafts, pools):
-                found = measure(of, lengths, device, makers, options.rounds, T, pool)
+                found = measure(
+                    of, lengths, device, makers, options.rounds,
+                    drafts=T, pool=pool, turns=options.turns,
+                )  # fmt: skip
                 records.append(found)
                 append_record(options.jsonl, found)
     print(f"{LEGEND}\n\n{tables(records, makers)}\n")
