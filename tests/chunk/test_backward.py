@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from backward_cases import (
     NAMES,
-    Options,
     Task,
+    TaskOptions,
     assert_gradients,
     by_op,
     check,
@@ -92,15 +92,15 @@ def test_gradients(case: Case, dtype: torch.dtype, device: str) -> None:
 
 # Every pair of options that touch the same kernel; each option on and off.
 OPTIONS = {
-    "none": Options(state=False, dht=False),
-    "state": Options(dht=False, v_first=True),
-    "dht": Options(state=False, v_first=True),
-    "norm": Options(l2norm=True, scale=-0.7),
-    "norm-gate": Options(l2norm=True, gate=True, dt_bias=False, v_first=True),
-    "sigmoid": Options(sigmoid=True, state=False),
-    "sigmoid-gate": Options(sigmoid=True, negative=True, gate=True, dht=False),
-    "norm-sigmoid": Options(l2norm=True, sigmoid=True, negative=True),
-    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
+    "none": TaskOptions(state=False, dht=False),
+    "state": TaskOptions(dht=False, v_first=True),
+    "dht": TaskOptions(state=False, v_first=True),
+    "norm": TaskOptions(l2norm=True, scale=-0.7),
+    "norm-gate": TaskOptions(l2norm=True, gate=True, dt_bias=False, v_first=True),
+    "sigmoid": TaskOptions(sigmoid=True, state=False),
+    "sigmoid-gate": TaskOptions(sigmoid=True, negative=True, gate=True, dht=False),
+    "norm-sigmoid": TaskOptions(l2norm=True, sigmoid=True, negative=True),
+    "all": TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
 }
 TINY = Case("tiny", "", T=19, HV=1, K=24, V=20)
 TINY_PACKED = Case("tiny-packed", "", lengths=(0, 3, 17), orphans=4, HV=1, K=20)
@@ -151,7 +151,7 @@ def test_gates_of_every_strength(
     case = Case("gates", "", T=200, H=2, HV=4, K=K, V=128, chunk_size=64, spare=8)
     x = make_inputs(case, dtype, device, seed=seed)
     g = x.g * strength if strength < torch.inf else torch.where(x.g < -0.1, -torch.inf, x.g)
-    check_task(make_task(case, dtype, device, Options(), x.but(g=g)), dtype, device)
+    check_task(make_task(case, dtype, device, TaskOptions(), x.but(g=g)), dtype, device)
 
 
 def test_a_state_that_is_almost_forgotten(device: str) -> None:
@@ -161,14 +161,14 @@ def test_a_state_that_is_almost_forgotten(device: str) -> None:
     x = make_inputs(case, FP16, device)
     g = torch.zeros_like(x.g)
     g[:, 0] = -15
-    check_task(make_task(case, FP16, device, Options(dht=False), x.but(g=g)), FP16, device)
+    check_task(make_task(case, FP16, device, TaskOptions(dht=False), x.but(g=g)), FP16, device)
 
 
 def cancelling(dtype: torch.dtype, seed: int) -> Task:
     """Two sequences with opposite gradients of A_log: the second one's gradients from above are
     multiplied by a number."""
     case = Case("cancelling", "", lengths=(70, 66), HV=1, chunk_size=64)
-    task = make_task(case, dtype, "cpu", Options(gate=True), seed=seed)
+    task = make_task(case, dtype, "cpu", TaskOptions(gate=True), seed=seed)
     is_first = torch.arange(136)[:, None, None] < 70
 
     def times(first: float, second: float) -> Task:
@@ -204,7 +204,7 @@ def test_budget_of_a_sum_that_cancels(dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixed_dtypes(dtype: torch.dtype, device: str) -> None:
     """Each gradient in its input's dtype: q, k, v, g, beta and the state may all differ."""
-    task = make_task(TINY, FP16, device, Options())
+    task = make_task(TINY, FP16, device, TaskOptions())
     task.leaves["v"] = task.leaves["v"].to(FP32)
     task.leaves["g"] = task.leaves["g"].to(dtype)
     task.leaves["beta"] = task.leaves["beta"].to(dtype)
@@ -216,7 +216,7 @@ def test_mixed_dtypes(dtype: torch.dtype, device: str) -> None:
 
 
 def test_a_closed_gate_has_no_gradient(device: str) -> None:
-    task = make_task(TINY, FP32, device, Options())
+    task = make_task(TINY, FP32, device, TaskOptions())
     g = task.leaves["g"].clone()
     g[:, 3:9] = -torch.inf
     g[:, 12] = -200.0
@@ -232,7 +232,7 @@ def test_a_closed_gate_has_no_gradient(device: str) -> None:
 
 def test_one_write_strength_of_zero(device: str) -> None:
     """beta = 0 writes nothing, and yet has a gradient."""
-    task = make_task(TINY, FP32, device, Options())
+    task = make_task(TINY, FP32, device, TaskOptions())
     beta = task.leaves["beta"].clone()
     beta[:, ::2] = 0
     task.leaves["beta"] = beta
@@ -264,7 +264,7 @@ def test_one_gradient(wanted: str, device: str) -> None:
 
 
 def test_only_the_state_is_used(device: str) -> None:
-    task = make_task(BITS, FP32, device, Options())
+    task = make_task(BITS, FP32, device, TaskOptions())
     task.do.zero_()
     expected = by_op(task)
     leaves = task.copies()
@@ -295,7 +295,7 @@ def test_nothing_but_inputs_is_kept(device: str) -> None:
 
 
 def test_a_second_derivative_is_an_error(device: str) -> None:
-    task = make_task(BITS, FP32, device, Options())
+    task = make_task(BITS, FP32, device, TaskOptions())
     leaves = task.copies()
     o, _ = run_op(task, leaves)
     (dk,) = torch.autograd.grad(o.square().sum(), leaves["k"], create_graph=True)
@@ -305,7 +305,7 @@ def test_a_second_derivative_is_an_error(device: str) -> None:
 
 
 def test_an_input_changed_in_place_is_an_error(device: str) -> None:
-    task = make_task(BITS, FP32, device, Options())
+    task = make_task(BITS, FP32, device, TaskOptions())
     o, _ = run_op(task, task.copies())
     task.cu_seqlens[1] = 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -313,7 +313,7 @@ def test_an_input_changed_in_place_is_an_error(device: str) -> None:
 
 
 def test_strided_gradients_from_above(device: str) -> None:
-    task = make_task(BITS, FP32, device, Options())
+    task = make_task(BITS, FP32, device, TaskOptions())
     expected = by_op(task)
     task.do = task.do.transpose(1, 2).contiguous().transpose(1, 2)
     task.dht = task.dht.mT.contiguous().mT
@@ -351,7 +351,7 @@ def test_rows_of_no_sequence(device: str) -> None:
 
 
 def test_nan_stays_in_its_sequence(device: str) -> None:
-    task = make_task(BITS, FP32, device, Options())
+    task = make_task(BITS, FP32, device, TaskOptions())
     expected = by_op(task)
     first, end = BITS.offsets()[1:3]
     for name in NAMES[:5]:

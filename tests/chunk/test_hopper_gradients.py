@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backward_cases import STRENGTHS, Options, by_op, check_alone, check_task, make_task
+from backward_cases import STRENGTHS, TaskOptions, by_op, check_alone, check_task, make_task
 from choice_cases import problem
 from gluon_gradients import check_gradients
 from helpers import BF16, FP16, FP32, Case, cases, make_inputs, same_bits
@@ -187,9 +187,9 @@ def test_kernel(case: Case, strength: float, norm: bool) -> None:
 @pytest.mark.usefixtures("gluon", "after")
 @pytest.mark.parametrize("case", cases(CASES))
 @pytest.mark.parametrize(
-    "options", [Options(), Options(l2norm=True, sigmoid=True, negative=True, gate=True)]
+    "options", [TaskOptions(), TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True)]
 )
-def test_gradients(case: Case, options: Options) -> None:
+def test_gradients(case: Case, options: TaskOptions) -> None:
     check_task(make_task(case, BF16, "cuda", options), BF16, "cuda")
 
 
@@ -199,7 +199,7 @@ def test_gradients(case: Case, options: Options) -> None:
 def test_gates(strength: str) -> None:
     x = make_inputs(PACKED, BF16, "cuda")
     g = torch.nn.functional.logsigmoid(torch.randn(x.g.shape, device="cuda"))
-    task = make_task(PACKED, BF16, "cuda", Options(), x.but(g=STRENGTHS[strength](g)))
+    task = make_task(PACKED, BF16, "cuda", TaskOptions(), x.but(g=STRENGTHS[strength](g)))
     check_task(task, BF16, "cuda")
 
 
@@ -211,14 +211,14 @@ def test_small_betas() -> None:
     beta = x.beta.clone()
     for place, exponent in enumerate((-126, -24, -18, -13, -12, -11)):
         beta[:, place::11] = 2.0**exponent
-    check_task(make_task(CASES[0], BF16, "cuda", Options(), x.but(beta=beta)), BF16, "cuda")
+    check_task(make_task(CASES[0], BF16, "cuda", TaskOptions(), x.but(beta=beta)), BF16, "cuda")
 
 
 @hopper
 @pytest.mark.usefixtures("gluon", "after")
 def test_same_bits() -> None:
     """Again, and each sequence alone."""
-    task = make_task(CASES[3], BF16, "cuda", Options())
+    task = make_task(CASES[3], BF16, "cuda", TaskOptions())
     expected = by_op(task)
     for _ in range(10):
         for name, x in by_op(task).items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backward_cases import (
     STRENGTHS,
-    Options,
+    TaskOptions,
     by_op,
     check,
     check_alone,
@@ -164,10 +164,10 @@ CASES = [
     ONE_TO_ONE,
 ]
 OPTIONS = {
-    "none": Options(state=False, dht=False),
-    "state": Options(dht=False, v_first=True),
-    "dht": Options(state=False, v_first=True),
-    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
+    "none": TaskOptions(state=False, dht=False),
+    "state": TaskOptions(dht=False, v_first=True),
+    "dht": TaskOptions(state=False, v_first=True),
+    "all": TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
 }
 
 
@@ -182,7 +182,7 @@ def test_gradients(case: Case) -> None:
 @pytest.mark.usefixtures("walks")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", cases([PACKED, CASES[0]]))
-def test_options(case: Case, options: Options) -> None:
+def test_options(case: Case, options: TaskOptions) -> None:
     check(case, BF16, "cuda", options)
 
 
@@ -193,7 +193,7 @@ def test_options(case: Case, options: Options) -> None:
 def test_gates(case: Case, strength: str) -> None:
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+    check_task(make_task(case, BF16, "cuda", TaskOptions(), x), BF16, "cuda")
 
 
 @pytest.fixture(params=[(1, 1), (2, 2), (3, 2)])
@@ -211,7 +211,7 @@ def in_segments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("walks", "in_segments")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", cases([TAIL, PACKED, SMALL_PACKED, SEVERAL]))
-def test_segments(case: Case, options: Options) -> None:
+def test_segments(case: Case, options: TaskOptions) -> None:
     check(case, BF16, "cuda", options)
 
 
@@ -222,7 +222,7 @@ def test_segments(case: Case, options: Options) -> None:
 def test_gates_in_segments(case: Case, strength: str) -> None:
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+    check_task(make_task(case, BF16, "cuda", TaskOptions(), x), BF16, "cuda")
 
 
 @hopper
@@ -234,7 +234,7 @@ def test_same_bits_in_segments() -> None:
 @hopper
 @pytest.mark.usefixtures("walks")
 def test_same_bits() -> None:
-    task = make_task(WIDE, BF16, "cuda", Options())
+    task = make_task(WIDE, BF16, "cuda", TaskOptions())
     found = by_op(task)
     for _ in range(5):
         assert all(same_bits(x, found[name]) for name, x in by_op(task).items())
@@ -251,4 +251,4 @@ def test_sequences_alone() -> None:
 @hopper
 @pytest.mark.usefixtures("walks")
 def test_rows_of_no_sequence() -> None:
-    check_rows_of_no_sequence(make_task(PACKED, BF16, "cuda", Options()))
+    check_rows_of_no_sequence(make_task(PACKED, BF16, "cuda", TaskOptions()))

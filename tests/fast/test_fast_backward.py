@@ -12,7 +12,7 @@ import torch
 from backward_cases import (
     NAMES,
     STRENGTHS,
-    Options,
+    TaskOptions,
     by_op,
     check_alone,
     check_forgetting,
@@ -86,7 +86,7 @@ def test_gates_in_the_kernel(make: Callable[[], Gates], dtype: torch.dtype, own:
 @gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case, own: str) -> None:
-    check_task(make_task(case, BF16, own, Options()), BF16, own)
+    check_task(make_task(case, BF16, own, TaskOptions()), BF16, own)
 
 
 @gpu
@@ -97,7 +97,7 @@ def test_gates(sizes: dict[str, int], strength: str, seed: int, own: str) -> Non
     case = fast_case("gates", "", **sizes)
     x = make_inputs(case, BF16, own, seed=seed)
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, BF16, own, Options(), x), BF16, own)
+    check_task(make_task(case, BF16, own, TaskOptions(), x), BF16, own)
 
 
 # One and two slices of V, whole and in part; fewer channels than a tile has, and more.
@@ -128,7 +128,7 @@ def test_gates_in_float16(sizes: dict[str, int], strength: str, own: str) -> Non
     case = fast_case("gates", "", **sizes)
     x = make_inputs(case, FP16, own)
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, FP16, own, Options(), x), FP16, own)
+    check_task(make_task(case, FP16, own, TaskOptions(), x), FP16, own)
 
 
 @gpu
@@ -158,7 +158,7 @@ def test_both_walks_in_segments(sizes: dict[str, Any], strength: str, own: str) 
     case = replace(CUT, **sizes)
     x = make_inputs(case, BF16, own)
     x = x.but(g=STRENGTHS[strength](x.g))
-    task = make_task(case, BF16, own, Options(), x)
+    task = make_task(case, BF16, own, TaskOptions(), x)
     check_task(task, BF16, own)
     check_repeats(task, rounds=3)
 
@@ -191,7 +191,7 @@ def test_one_answer_whether_a_segment_forgets(own: str, monkeypatch: pytest.Monk
     g[:, 1::64] = ((log2 - most * torch.tensor(RCP_LN2)) / torch.tensor(RCP_LN2))[:, None]
     assert torch.equal((g * torch.tensor(RCP_LN2)).view(-1, 64, case.HV).sum(1)[:24, 0], log2[:24])
     x = make_inputs(case, BF16, own)
-    task = make_task(case, BF16, own, Options(), x.but(g=g.to(own)))
+    task = make_task(case, BF16, own, TaskOptions(), x.but(g=g.to(own)))
     poison()
     found = by_op(task)
     monkeypatch.setenv("GDN_BATCH_INVARIANT", "1")
@@ -221,13 +221,13 @@ def test_sizes_of_both_walks_in_segments(sizes: dict[str, Any], name: str, own: 
 
 
 OPTIONS = {
-    "none": Options(state=False, dht=False),
-    "state": Options(dht=False, v_first=True),
-    "dht": Options(state=False, v_first=True),
-    "norm": Options(l2norm=True, scale=-0.7),
-    "gate": Options(gate=True, dt_bias=False),
-    "sigmoid": Options(sigmoid=True, negative=True),
-    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
+    "none": TaskOptions(state=False, dht=False),
+    "state": TaskOptions(dht=False, v_first=True),
+    "dht": TaskOptions(state=False, v_first=True),
+    "norm": TaskOptions(l2norm=True, scale=-0.7),
+    "gate": TaskOptions(gate=True, dt_bias=False),
+    "sigmoid": TaskOptions(sigmoid=True, negative=True),
+    "all": TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True),
 }
 RAGGED = fast_case("ragged", "", lengths=(65, 0, 1, 127, 64, 63, 200), orphans=70)
 
@@ -248,7 +248,7 @@ def test_norm_of_a_group(HV: int, own: str) -> None:
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])
 def test_side_inputs_of_any_dtype(dtype: torch.dtype, own: str) -> None:
-    task = make_task(RAGGED, BF16, own, Options())
+    task = make_task(RAGGED, BF16, own, TaskOptions())
     for name in ("g", "beta", "initial_state"):
         task.leaves[name] = task.leaves[name].to(dtype)
     check_task(task, BF16, own)
@@ -264,7 +264,7 @@ LARGE = fast_case("large", "", lengths=(700, 1, 64, 129, 0, 3000), orphans=70, H
 def test_one_result_of_many_runs(name: str, own: str) -> None:
     x = make_inputs(LARGE, BF16, own)
     x = x.but(g=STRENGTHS[name](x.g))
-    check_repeats(make_task(LARGE, BF16, own, Options(), x), rounds=5)
+    check_repeats(make_task(LARGE, BF16, own, TaskOptions(), x), rounds=5)
 
 
 @gpu
@@ -281,7 +281,7 @@ def test_a_sequence_alone(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @gpu
 def test_nan_stays_in_its_sequence(own: str) -> None:
-    check_nan_stays(make_task(RAGGED, BF16, own, Options()))
+    check_nan_stays(make_task(RAGGED, BF16, own, TaskOptions()))
 
 
 @gpu
@@ -294,7 +294,7 @@ def test_rows_of_no_sequence(options: str, own: str) -> None:
 @pytest.mark.parametrize("name", NAMES[:5])
 def test_nan_of_a_cut_sequence(name: str, own: str) -> None:
     case = replace(CUT, B=2, H=1, HV=2)
-    task = make_task(case, BF16, own, Options())
+    task = make_task(case, BF16, own, TaskOptions())
     expected = by_op(task)
     x = task.leaves[name].clone()
     x[0, 3000] = torch.nan
@@ -308,7 +308,7 @@ def test_nan_of_a_cut_sequence(name: str, own: str) -> None:
 def test_one_head_of_many(T: int, own: str) -> None:
     """A value head's own gradients are the same bits whatever the other key heads hold."""
     case = fast_case("heads", "", T=T, H=2, HV=4)
-    task = make_task(case, BF16, own, Options())
+    task = make_task(case, BF16, own, TaskOptions())
     expected = by_op(task)
     for name in NAMES[:5]:
         x = task.leaves[name].clone()
@@ -333,7 +333,7 @@ def test_graph_replay(own: str) -> None:
 
 @gpu
 def test_strided_gradients_from_above(own: str) -> None:
-    task = make_task(fast_case("strided", "", T=150, B=2), BF16, own, Options())
+    task = make_task(fast_case("strided", "", T=150, B=2), BF16, own, TaskOptions())
     expected = by_op(task)
 
     def spread(x: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def test_operator_checks_its_arguments(
         return (lambda *x: passed.extend(x)) if asked == "chunk_backward" else operators(asked)
 
     monkeypatch.setattr(calls, "library_operator", noting)
-    by_op(make_task(fast_case("checked", "", T=70), BF16, own, Options()))
+    by_op(make_task(fast_case("checked", "", T=70), BF16, own, TaskOptions()))
     right(*passed)
     at = ARGUMENTS.index(name)
     passed[at] = change(passed[at])

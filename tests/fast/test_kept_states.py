@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, check_task, make_task, run_op
+from backward_cases import NAMES, STRENGTHS, Task, TaskOptions, by_op, check_task, make_task, run_op
 from fast_backward_cases import ARGUMENTS, KEPT, check_nan_stays, check_repeats, check_replays
 from fast_cases import fast_case, gpu
 from helpers import BF16, Case, make_inputs, same_bits
@@ -61,9 +61,9 @@ def kept(name: str) -> tuple[int, Case]:
 
 
 OPTIONS = {
-    "none": Options(state=False, dht=False),
-    "state": Options(v_first=True),
-    "all": Options(l2norm=True, sigmoid=True, negative=True, gate=True),
+    "none": TaskOptions(state=False, dht=False),
+    "state": TaskOptions(v_first=True),
+    "all": TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True),
 }
 
 
@@ -92,7 +92,7 @@ def test_gates(name: str, strength: str, keep: Keep) -> None:
     keep(every)
     x = make_inputs(case, BF16, "cuda")
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, BF16, "cuda", Options(), x), BF16, "cuda")
+    check_task(make_task(case, BF16, "cuda", TaskOptions(), x), BF16, "cuda")
 
 
 @gpu
@@ -101,7 +101,7 @@ def test_states_are_read(name: str, cuda: str, keep: Keep, monkeypatch: pytest.M
     """Other states give other gradients of the tokens after them."""
     every, case = kept(name)
     keep(every)
-    task = make_task(case, BF16, cuda, Options())
+    task = make_task(case, BF16, cuda, TaskOptions())
     expected = by_op(task)
     forward = calls.forward_for_gradients
 
@@ -134,7 +134,7 @@ def test_what_is_left(
     state of as many tokens."""
     every, case = kept(name)
     keep(every)
-    task = make_task(case, BF16, "cuda", Options(state=state, v_first=v_first))
+    task = make_task(case, BF16, "cuda", TaskOptions(state=state, v_first=v_first))
     left: list[Tensor] = []
     forward = calls.forward_for_gradients
 
@@ -174,7 +174,7 @@ def test_what_is_left(
 def test_nan_stays_in_its_sequence(keep: Keep) -> None:
     every, case = kept("uneven")
     keep(every)
-    check_nan_stays(make_task(case, BF16, "cuda", Options()))
+    check_nan_stays(make_task(case, BF16, "cuda", TaskOptions()))
 
 
 @gpu
@@ -182,7 +182,7 @@ def test_graph_replay(keep: Keep) -> None:
     every, case = kept("dealt")
     keep(every)
     assert case.lengths is not None
-    check_replays(make_task(case, BF16, "cuda", Options()), case.lengths[::-1])
+    check_replays(make_task(case, BF16, "cuda", TaskOptions()), case.lengths[::-1])
 
 
 # Sizes of which some leave states: B, T, H, HV, N, and whether they are packed.
@@ -232,7 +232,7 @@ def test_other_kinds_take_none(
     keep(64)
     case = fast_case("other", "", T=200, **sizes)
     with pytest.raises(RuntimeError, match=words):
-        by_op(make_task(case, dtype, "cuda", Options()))
+        by_op(make_task(case, dtype, "cuda", TaskOptions()))
 
 
 @gpu
@@ -254,7 +254,7 @@ def test_checks_the_states(
     name: str, change: Any, words: str, keep: Keep, passed: list[dict[str, Any]]
 ) -> None:
     keep(64)
-    by_op(make_task(fast_case("checked", "", T=200), BF16, "cuda", Options()))
+    by_op(make_task(fast_case("checked", "", T=200), BF16, "cuda", TaskOptions()))
     (call,) = passed
     with pytest.raises(RuntimeError, match=words):
         calls.library_operator("chunk_backward")(*{**call, name: change(call[name])}.values())
@@ -264,7 +264,7 @@ def test_checks_the_states(
 def test_checkpointed(keep: Keep) -> None:
     """A forward that is run again in the backward leaves them again."""
     keep(128)
-    task = make_task(fast_case("again", "", T=500), BF16, "cuda", Options())
+    task = make_task(fast_case("again", "", T=500), BF16, "cuda", TaskOptions())
     expected = by_op(task)
 
     def by_checkpoint(task: Task) -> dict[str, Tensor]:

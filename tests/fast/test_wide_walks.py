@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from backward_cases import STRENGTHS, Options, check_alone, check_task, make_task
+from backward_cases import STRENGTHS, TaskOptions, check_alone, check_task, make_task
 from fast_backward_cases import check_repeats, check_replays, poison
 from fast_cases import fast_case, gpu, problem
 from helpers import BF16, FP16, Case, make_inputs, same_bits
@@ -20,7 +20,7 @@ from gdn_triton.chunk.backends import CHUNK
 from gdn_triton.chunk.cuda import calls, support
 from gdn_triton.chunk.triton.gradients import state as state_gradients
 
-ALL = Options(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
+ALL = TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
 # Its blocks have 128 channels of V. On a whole GPU those of the cases of walk_cases.py have 64.
 MANY = fast_case("many", "", T=130, B=4, H=8, HV=16, K=256, V=256)
 LAYER = fast_case("layer", "FLA's layer", T=500, B=2, H=4, HV=4, K=256, V=512)
@@ -78,9 +78,9 @@ def own(cuda: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("options", [Options(state=False, dht=False), ALL], ids=["none", "all"])
+@pytest.mark.parametrize("options", [TaskOptions(state=False, dht=False), ALL], ids=["none", "all"])
 @pytest.mark.parametrize("case", [MANY, LAYER, RAGGED], ids=lambda case: case.name)
-def test_gradients(case: Case, options: Options, dtype: torch.dtype, own: str) -> None:
+def test_gradients(case: Case, options: TaskOptions, dtype: torch.dtype, own: str) -> None:
     task = make_task(case, dtype, own, options)
     check_task(task, dtype, own)
     check_repeats(task)
@@ -92,7 +92,7 @@ def test_gates(strength: str, own: str) -> None:
     case = replace(RAGGED, K=256)
     x = make_inputs(case, BF16, own)
     x = x.but(g=STRENGTHS[strength](x.g))
-    check_task(make_task(case, BF16, own, Options(), x), BF16, own)
+    check_task(make_task(case, BF16, own, TaskOptions(), x), BF16, own)
 
 
 @gpu

@@ -130,7 +130,7 @@ def narrow_chunks(
 
 
 @dataclass(frozen=True)
-class Options:
+class TaskOptions:
     l2norm: bool = False
     sigmoid: bool = False
     negative: bool = False
@@ -147,7 +147,7 @@ class Task:
     """Inputs, and the gradients of o and of the final state that come from above."""
 
     case: Case
-    options: Options
+    options: TaskOptions
     leaves: dict[str, Tensor]
     cu_seqlens: Tensor | None
     do: Tensor
@@ -180,7 +180,7 @@ def make_task(
     case: Case,
     dtype: torch.dtype,
     device: str,
-    options: Options,
+    options: TaskOptions,
     x: Inputs | None = None,
     *,
     seed: int = 0,
@@ -366,8 +366,8 @@ def check_task(task: Task, dtype: torch.dtype, device: str) -> None:
     assert_gradients(task, by_op(task), Arithmetic(dtype, device))
 
 
-def check(case: Case, dtype: torch.dtype, device: str, options: Options | None = None) -> None:
-    check_task(make_task(case, dtype, device, options or Options()), dtype, device)
+def check(case: Case, dtype: torch.dtype, device: str, options: TaskOptions | None = None) -> None:
+    check_task(make_task(case, dtype, device, options or TaskOptions()), dtype, device)
 
 
 def check_forgetting(case: Case, device: str) -> None:
@@ -379,7 +379,7 @@ def check_forgetting(case: Case, device: str) -> None:
     def gradients(inputs: Inputs, invariant: bool) -> dict[str, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GDN_BATCH_INVARIANT", str(int(invariant)))
-            return by_op(make_task(case, BF16, device, Options(), inputs))
+            return by_op(make_task(case, BF16, device, TaskOptions(), inputs))
 
     def same(inputs: Inputs) -> bool:
         cut, whole = (gradients(inputs, invariant) for invariant in (False, True))
@@ -387,7 +387,7 @@ def check_forgetting(case: Case, device: str) -> None:
 
     assert not same(x.but(g=torch.zeros_like(x.g)))
     forgetting = x.but(g=torch.full_like(x.g, -0.2))
-    check_task(make_task(case, BF16, device, Options(), forgetting), BF16, device)
+    check_task(make_task(case, BF16, device, TaskOptions(), forgetting), BF16, device)
     late, early = forgetting.v.clone(), forgetting.v.clone()
     early[:, 70] = torch.nan
     late[:, 3000] = torch.inf
@@ -401,7 +401,7 @@ def check_forgetting(case: Case, device: str) -> None:
 
 def check_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     """Every sequence alone, packed and padded, has the gradients that it has in the batch."""
-    task = make_task(case, dtype, device, Options())
+    task = make_task(case, dtype, device, TaskOptions())
     expected = by_op(task)
     offsets = case.offsets()
     for n, (first, end) in enumerate(itertools.pairwise(offsets)):

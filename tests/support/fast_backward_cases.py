@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from backward_cases import NAMES, STRENGTHS, Options, Task, by_op, make_task, run_op
+from backward_cases import NAMES, STRENGTHS, Task, TaskOptions, by_op, make_task, run_op
 from fast_cases import fast_case
 from helpers import BF16, FP16, Case, make_inputs, same_bits
 from parity_calls import COUNTS, random_lengths
@@ -79,7 +79,7 @@ def small_betas(case: Case, dtype: torch.dtype, device: str, strength: str) -> T
     for place, value in enumerate((0.0, 1e-38, -1e-30, 0.0, 1e-19, 8e-19, 1e-18)):
         beta[:, place::11] = value
     x = x.but(g=STRENGTHS[strength](x.g), beta=beta)
-    return make_task(case, dtype, device, Options(), x)
+    return make_task(case, dtype, device, TaskOptions(), x)
 
 
 def poison(word: float = torch.nan) -> None:
@@ -144,7 +144,7 @@ class Variant(NamedTuple):
     sequences: int
     rows: int | None
     dtype: torch.dtype
-    options: Options
+    options: TaskOptions
 
 
 def random_variant(number: int) -> Variant:
@@ -163,7 +163,7 @@ def random_variant(number: int) -> Variant:
         sequences=rng.choice(COUNTS),
         rows=rng.choice((None, None, None, 200, 1037)),
         dtype=rng.choice((BF16, FP16)),
-        options=Options(
+        options=TaskOptions(
             l2norm=coin(),
             sigmoid=sigmoid,
             negative=sigmoid and coin(),

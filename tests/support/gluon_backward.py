@@ -15,7 +15,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from backward_cases import NAMES, Options, Task, assert_gradients, make_task
+from backward_cases import NAMES, Task, TaskOptions, assert_gradients, make_task
 from emulator.gluon import emulated
 from gluon_emulated import gluon_case, problem_of
 from gluon_walks import WRITES as WALKS_WRITES
@@ -78,7 +78,7 @@ def by_kernels(task: Task, plan: walks.Plan, seed: int) -> dict[str, Tensor]:
     return {name: getattr(found, name) for name in leaves}
 
 
-def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) -> None:
+def check_backward(case: Case, options: TaskOptions, plan: walks.Plan, seed: int) -> None:
     task = make_task(case, BF16, "cpu", options)
     # Rows of dv that are dx, most with numbers of T below the normal numbers of fp16.
     for n, beta in enumerate((0.0, 2.0**-70, 2.0**-24)):
@@ -89,14 +89,18 @@ def check_backward(case: Case, options: Options, plan: walks.Plan, seed: int) ->
 OF_TWO = walks.Plan(walks.TWO, walks.TWO)
 OF_ONE = walks.Plan(walks.ONE, walks.ONE)
 CALLS = {
-    "padded": (gluon_case("padded", T=128, B=2, HV=3), Options(state=False, dht=False), OF_TWO),
-    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), Options(), OF_ONE),
+    "padded": (gluon_case("padded", T=128, B=2, HV=3), TaskOptions(state=False, dht=False), OF_TWO),
+    "packed": (gluon_case("packed", lengths=(0, 70, 64, 1), orphans=70), TaskOptions(), OF_ONE),
     "segments": (
         gluon_case("segments", lengths=(200, 0, 70), HV=1),
-        Options(v_first=True),
+        TaskOptions(v_first=True),
         OF_TWO._replace(segment=1),
     ),
-    "small": (gluon_case("small", T=70, B=2, K=40, V=72), Options(dht=False, l2norm=True), OF_TWO),
+    "small": (
+        gluon_case("small", T=70, B=2, K=40, V=72),
+        TaskOptions(dht=False, l2norm=True),
+        OF_TWO,
+    ),
 }
 
 

@@ -29,8 +29,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-from backward_cases import STRENGTHS, Task, check_forgetting, check_task, make_task
-from backward_cases import Options as Gradients
+from backward_cases import STRENGTHS, Task, TaskOptions, check_forgetting, check_task, make_task
 from fast_backward_cases import KEPT, random_task, small_betas
 from fast_cases import EDGES, fast_case
 from fast_parity import check_parity
@@ -125,14 +124,14 @@ def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for case in BACKWARD:
-        task = partial(make_task, case, BF16, "cpu", Gradients())
+        task = partial(make_task, case, BF16, "cpu", TaskOptions())
         yield f"backward-{case.name}", lambda task=task: check_task(task(), BF16, "cpu")
 
     def check_cut(case: Case) -> None:
         # Gates of 0, because other gates would forget within a segment, and nothing would depend on
         # its map.
         x = make_inputs(case, BF16, "cpu")
-        task = make_task(case, BF16, "cpu", Gradients(), x.but(g=STRENGTHS["none"](x.g)))
+        task = make_task(case, BF16, "cpu", TaskOptions(), x.but(g=STRENGTHS["none"](x.g)))
         check_task(task, BF16, "cpu")
 
     for case in (CUT_PACKED, CUT_SEVERAL):
@@ -140,7 +139,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"backward-{case.name}-forgets", partial(check_forgetting, case, "cpu")
     for every, case in KEPT:
         if case.tokens * case.B * case.HV <= 20_000:
-            task = partial(make_task, case, BF16, "cpu", Gradients())
+            task = partial(make_task, case, BF16, "cpu", TaskOptions())
             yield f"backward-kept-{case.name}", partial(check_kept, every, task)
     for dtype, (K, V), strength in itertools.product((BF16, FP16), BACKWARD_SIZES, SOME_STRENGTHS):
         case = replace(BACKWARD[0], name="small-betas", K=K, V=V)
@@ -149,7 +148,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"backward-small-betas-{K}-{V}-{strength}-{str(dtype).removeprefix('torch.')}",
             lambda task=task, dtype=dtype: check_task(task(), dtype, "cpu"),
         )
-    everything = Gradients(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
+    everything = TaskOptions(l2norm=True, sigmoid=True, negative=True, gate=True, v_first=True)
     for dtype, (K, V) in itertools.product((BF16, FP16), BACKWARD_SIZES):
         size = f"{K}-{V}-{str(dtype).removeprefix('torch.')}"
         case = replace(BACKWARD[0], name="options", K=K, V=V)
@@ -163,7 +162,7 @@ def backward_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
         def check(change: Callable[[Tensor], Tensor] = change, dtype: torch.dtype = dtype) -> None:
             x = make_inputs(gated, dtype, "cpu")
-            task = make_task(gated, dtype, "cpu", Gradients(), x.but(g=change(x.g)))
+            task = make_task(gated, dtype, "cpu", TaskOptions(), x.but(g=change(x.g)))
             check_task(task, dtype, "cpu")
 
         yield f"backward-gates-{name}-{str(dtype).removeprefix('torch.')}", check
