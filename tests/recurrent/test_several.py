@@ -20,8 +20,10 @@ TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def on(device: str, call: StepCall) -> StepCall:
+    from gluon_several import copied
+
     x = call.inputs
-    moved = {name: y.to(device) for name, y in x._asdict().items() if y is not None}
+    moved = {name: copied(y, device) for name, y in x._asdict().items() if y is not None}
     if call.is_mixed:
         # The three are one tensor.
         moved |= dict.fromkeys(("q", "k", "v"), moved["q"])
@@ -29,6 +31,8 @@ def on(device: str, call: StepCall) -> StepCall:
 
 
 def run(call: StepCall, form: object) -> tuple[Tensor, Tensor]:
+    from gluon_several import copied
+
     from gdn_triton.recurrent.triton import plan
 
     x = call.inputs
@@ -36,7 +40,7 @@ def run(call: StepCall, form: object) -> tuple[Tensor, Tensor]:
     problem = validate_step(call)
     lead = x.v.shape[: 1 if x.cu_seqlens is not None else 2]
     out = torch.full((*lead, problem.HV, problem.V), torch.nan, dtype=x.v.dtype, device=x.v.device)
-    x = x._replace(state=x.state.clone(), out=out)
+    x = x._replace(state=copied(x.state, str(x.state.device)), out=out)
     with mock.patch.object(plan, "_several_form", lambda *_: form):
         o, _ = plan.plan(problem, x)(x)
     assert x.state is not None
@@ -58,7 +62,13 @@ def test_bits(tokens: int, pool: torch.dtype, v_first: bool, device: str) -> Non
     assert chosen
     for seed in range(4):
         call = make_call(
-            pool, v_first=v_first, moves=seed % 2 == 1, norm=seed < 2, seed=seed, tokens=tokens
+            pool,
+            v_first=v_first,
+            moves=seed % 2 == 1,
+            norm=seed < 2,
+            seed=seed,
+            tokens=tokens,
+            apart=seed in (1, 2),
         )
         call = on(device, call)
         expected = run(call, None)

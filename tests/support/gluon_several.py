@@ -9,6 +9,7 @@ padding. Exits with 1 and a list of what is wrong.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,12 +31,31 @@ KERNEL = "recurrent_several_fwd_kernel"
 LENGTHS = (4, 7, 0, 3, 1)
 
 
+def pool(slots: int, shape: tuple[int, ...], dtype: torch.dtype, gap: int) -> Tensor:
+    """States with a gap of so many elements before each."""
+    return torch.randn(slots, gap + math.prod(shape)).to(dtype)[:, gap:].unflatten(1, shape)
+
+
+def copied(x: Tensor, device: str = "cpu") -> Tensor:
+    """A copy at the same place of another storage."""
+    storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    return storage.clone().to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def make_call(
-    dtype: torch.dtype, *, v_first: bool, moves: bool, norm: bool, seed: int, tokens: int
+    dtype: torch.dtype,
+    *,
+    v_first: bool,
+    moves: bool,
+    norm: bool,
+    seed: int,
+    tokens: int,
+    apart: bool = False,
 ) -> StepCall:
     """5 sequences of 4 value heads. moves: the states go to other slots. norm: with 2 key heads, of
     a mixed call with every option, dt_bias only if the states move; otherwise as many key heads.
-    tokens: of each sequence; 0: packed, LENGTHS."""
+    tokens: of each sequence; 0: packed, LENGTHS. apart: no state begins at a multiple of 16
+    bytes."""
     N, H, HV = 5, 2 if norm else 4, 4
     torch.manual_seed(seed)
     slots, rows = 2 * N + 1, sum(LENGTHS) + 2
@@ -59,7 +79,7 @@ def make_call(
         beta=b if norm else b.float().sigmoid(),
         A_log=torch.rand(HV) if norm else None,
         dt_bias=torch.rand(HV) - 2 if norm and moves else None,
-        state=torch.randn(slots, HV, *((V, K) if v_first else (K, V))).to(dtype),
+        state=pool(slots, (HV, V, K) if v_first else (HV, K, V), dtype, 2 if apart else 0),
         read_slots=read,
         write_slots=write,
         cu_seqlens=None if tokens else ends,
@@ -77,7 +97,7 @@ def make_call(
 def run(call: StepCall, form: SeveralForm | None, seed: int) -> dict[str, Tensor]:
     """o and the pool, by the kernel in Gluon or, without a form, by the portable one."""
     assert call.inputs.state is not None
-    x = call.inputs._replace(state=call.inputs.state.clone())
+    x = call.inputs._replace(state=copied(call.inputs.state))
     launched = {KERNEL: ("o", "state")} if form else {}
     with ExitStack() as patches:
         for name, replacement in {
@@ -112,7 +132,15 @@ def main() -> int:
     for seed, ((dtype, v_first, form), (tokens, moves, norm)) in enumerate(
         itertools.product(widths(), calls)
     ):
-        call = make_call(dtype, v_first=v_first, moves=moves, norm=norm, seed=seed, tokens=tokens)
+        call = make_call(
+            dtype,
+            v_first=v_first,
+            moves=moves,
+            norm=norm,
+            seed=seed,
+            tokens=tokens,
+            apart=tokens == 6,
+        )
         wrong = differences(run(call, form, seed), run(call, None, seed))
         failed += bool(wrong)
         layout = f"{'value' if v_first else 'key'}-first, {form.warps} warps"

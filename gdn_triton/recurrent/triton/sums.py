@@ -56,9 +56,8 @@ def column_sums(
 ):  # fmt: skip
     """Returns S^T q and S^T k, where S is the ROWS tiles from tile FIRST on, and q and k come in as
     many pieces. A thread first adds its own rows with fused multiply-adds in the order written
-    here. Then threads share their sums. WHOLE: K fills its block. Then the loads of a value-first
-    state have one register layout in all forms, and `tl.sum` has one order. SHARED: warps share
-    their sums too, which changes no bit."""
+    here. Then threads share their sums. WHOLE: K fills its block. SHARED: warps share their sums
+    too, which changes no bit."""
     sum_q, sum_k = 0.0, 0.0
     for i in tl.static_range(ROWS):
         b_h = tiles[FIRST + i].to(tl.float32)
@@ -73,9 +72,21 @@ def column_sums(
                 sum_q = tl.fma(h[j], q_pieces[j], sum_q)
                 sum_k = tl.fma(h[j], k_pieces[j], sum_k)
     if STATE_V_FIRST and WHOLE:
-        return tl.sum(sum_q, 0), tl.sum(sum_k, 0)
+        return sum_of_lanes(sum_q), sum_of_lanes(sum_k)
     sums = tl.join(sum_q, sum_k)
     return tl.split(sum_of_shared_rows(sums) if SHARED else sum_of_rows(sums))
+
+
+@triton.jit
+def sum_of_lanes(x):
+    """Returns the sums of x [ROWS, BV] over its rows, of which there are at most 256. Each step
+    adds the last half of the rows to the first half, as the lanes of a warp that have a row each
+    add their numbers. Therefore a pool whose strides or address let a thread load fewer rows at
+    once has the bits of other pools."""
+    for _ in tl.static_range(8):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+    return tl.reshape(x, [x.shape[1]])
 
 
 @triton.jit
