@@ -56,10 +56,10 @@ FEW_STATES = 12 * 2**20
 FEWEST_STATES = 3 * 2**20
 
 # The most registers of a thread in calls of several tokens that write many float32 states once, at
-# the end. Their instructions take as long as memory does, so more programs at once make them
-# faster, although a value-first program spills 8 bytes: on an H200 64 sequences of 32 heads and
-# four tokens took 105 us instead of 114, and with key-first states 114 instead of 144. Calls that
-# write each state do not gain.
+# the end, and that `hopper/several.py` does not serve. Their instructions take as long as memory
+# does, so more programs at once make them faster: on an H200 64 sequences of 32 heads and four
+# tokens took 105 us instead of 114, and with key-first states 114 instead of 144. Calls that write
+# each state do not gain.
 LAST_REGISTERS, KEY_FIRST_LAST_REGISTERS = 128, 168
 
 
@@ -80,8 +80,8 @@ def recurrent_form(
     states of a call, decide only fields that change no bit.
 
     A value-first row [K] is held by one warp, which computes its sums alone. Measured
-    (docs/tried.md): many float32 states reach the bandwidth of memory without the other options,
-    and 16-bit states need them."""
+    (docs/tried.md): many float32 states reach the bandwidth of memory without `parts`, `ordered`
+    and `compact`, and 16-bit states need them."""
     BK = padded(K, 256)
     # The forms of `several` and `writes_last` are for whole blocks of K. With a mask for K their
     # programs spill hundreds of bytes.
@@ -179,9 +179,9 @@ class SeveralForm(NamedTuple):
     registers: int
 
 
-# The key is the itemsize of the states and whether they are value-first. With as many states as the
-# value, `hopper/several.py` is faster than `kernel.py`. On an H200 8 value-first float32 states of
-# four tokens took 3.41 us instead of 3.31, and 32 bfloat16 states 4.47 instead of 3.66.
+# The key is the itemsize of the states and whether they are value-first. With fewer states than the
+# value, `hopper/several.py` is slower than `kernel.py`: on an H200 8 value-first float32 states of
+# four tokens took 3.41 us in the former and 3.31 in the latter, 32 bfloat16 states 4.47 and 3.66.
 FEWEST_SEVERAL = {(4, True): 32, (4, False): 0, (2, True): 64, (2, False): 64}
 # With more states, programs with fewer registers and a few spills are faster, because more of them
 # run at once: 256 float32 states took 13.0 us instead of 14.6.
@@ -191,8 +191,7 @@ FEW_SEVERAL = 128
 def several_form(itemsize: int, state_v_first: bool, states: int) -> SeveralForm | None:
     """Returns the form of a call that runs the kernel of `hopper/several.py`, or None where
     `kernel.py` is faster. It has the bits of `recurrent_form`."""
-    fewest = FEWEST_SEVERAL.get((itemsize, state_v_first))
-    if fewest is None or states < fewest:
+    if states < FEWEST_SEVERAL[itemsize, state_v_first]:
         return None
     return SeveralForm(warps=4, registers=168 if states <= FEW_SEVERAL else 128)
 

@@ -68,8 +68,8 @@ def make_launch(problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | 
 def launch_arguments(
     problem: RecurrentProblem, x: Operands, o: Tensor, ht: Tensor | None
 ) -> dict[str, Any]:
-    """Returns the fixed arguments of the kernel. x: the result of `views`. o: [B, T, HV, V]. ht:
-    the tensor to which the states are written."""
+    """Returns the fixed arguments of `recurrent_fwd_kernel`. x: the result of `views`. o:
+    [B, T, HV, V]. ht: the tensor to which the states are written."""
     p = problem
     per_value = x.beta is not None and x.beta.dim() == 4
     form = form_of(p)

@@ -1,1 +1,1 @@
-"""The Gluon kernel of a step with a window for compute capability 9.0."""
+"""The Gluon kernels of steps for compute capability 9.0."""

@@ -16,6 +16,7 @@ from gdn_triton.recurrent.triton.hopper.parts import (
     fold,
     is_alive,
     lane_sums_after,
+    sum_of_channels,
     sum_of_rows,
     whole_warps,
 )
@@ -40,14 +41,6 @@ def moved(x, BOTH: gl.constexpr, LAYOUT: gl.constexpr):
     x = gl.convert_layout(x, gl.SliceLayout(0, BOTH))
     x = gl.sum(gl.where(o_row[:, None] == o_x[None, :], x[None, :], 0.0), 1)
     return gl.convert_layout(x, LAYOUT)
-
-
-@gluon.jit
-def sum_of_channels(x):
-    """Returns the sum of x [COLUMNS, K] over K: neighbours first, as in the other kernel."""
-    for i in gl.static_range(7):
-        x = gl.sum(gl.reshape(x, [COLUMNS, K >> (i + 1), 2]), 2)
-    return gl.reshape(x, [COLUMNS])
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Helpers of the kernels with a window in Gluon: layouts, sums in the orders of `window_early.py`,
-and the fold of a state in shared memory."""
+"""Helpers of the kernels of steps in Gluon: layouts and sums; for windows, sums in the orders of
+`window_early.py`, and the fold of a state in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,6 +37,14 @@ def with_columns(NW, BV, *bases):
     """Returns the bases of the registers of a layout of `own_columns`: `bases`, and those of the
     columns past the first 16 of each warp."""
     return [*bases] + [[16 * NW << i, 0] for i in range((BV // (16 * NW)).bit_length() - 1)]
+
+
+@gluon.jit
+def sum_of_channels(x):
+    """Returns the sum of x [N, K, ..] over K, in the order of `sum_of_channels` of `sums.py`."""
+    for i in gl.static_range(7):
+        x = gl.sum(gl.reshape(x, [x.shape[0], K >> (i + 1), 2] + x.shape[2:]), 2)
+    return gl.reshape(x, [x.shape[0]] + x.shape[2:])
 
 
 @gluon.jit

@@ -12,11 +12,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from gdn_triton._triton.activations import log_decay
 from gdn_triton._triton.views import meet
-from gdn_triton.recurrent.triton.hopper.parts import K, whole_warps
+from gdn_triton.recurrent.triton.hopper.parts import K, sum_of_channels, whole_warps
 from gdn_triton.recurrent.triton.kernel import strength
 
 # The tokens that are in shared memory at once, and the numbers of each that do not depend on a
-# column of the state.
+# column of the state. There are six of them, and two copies fill a power of two.
 TOKENS, FACTORS = gl.constexpr(4), gl.constexpr(8)
 # The threads that share four columns of the state, the channels of each thread, and the channels
 # that a thread reads at once.
@@ -33,7 +33,8 @@ def chained(KEY_FIRST, BITS):
 @gluon.constexpr_function
 def at(i, CHAIN, KEY_FIRST):
     """Returns the channel of a thread that is added after i others. In a chain of a value-first
-    state, even channels come before odd ones, and the same holds among the halves of each."""
+    state even channels come before odd ones, and the same holds for the even and for the odd ones
+    when they are numbered anew."""
     if KEY_FIRST:
         return i
     bits = CHAIN.bit_length() - 1
@@ -75,8 +76,8 @@ def eighths_of(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def joined(x, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Returns COUNT tensors of x, 4 or 8, as one tensor. This is the inverse of `quarters_of` and
-    of `eighths_of`."""
+    """Returns COUNT tensors of x from FIRST on, 4 or 8, as one tensor. This is the inverse of
+    `quarters_of` and of `eighths_of`."""
     if COUNT == 4:
         even = gl.join(x[FIRST], x[FIRST + 2])
         odd = gl.join(x[FIRST + 1], x[FIRST + 3])
@@ -87,17 +88,8 @@ def joined(x, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_channels(x):
-    """Returns the sum of x [TOKENS, K, ..] over K, in the order of `sum_of_channels` of
-    `sums.py`."""
-    for i in gl.static_range(7):
-        x = gl.sum(gl.reshape(x, [TOKENS, K >> (i + 1), 2] + x.shape[2:]), 2)
-    return gl.reshape(x, [TOKENS] + x.shape[2:])
-
-
-@gluon.jit
 def sum_of_chains(x, COUNT: gl.constexpr):
-    """Returns the sum of COUNT chains. In the portable kernel each chain belongs to another thread,
+    """Returns the sum of COUNT chains. In the portable kernel each chain has a thread of its own,
     and the sums of the threads are added in this order."""
     if COUNT == 4:
         return (x[0] + x[2]) + (x[1] + x[3])
@@ -174,8 +166,8 @@ def one_token(
     CHAIN: gl.constexpr, READ_LAYOUT: gl.constexpr, FACTOR: gl.constexpr,
     PIECE: gl.constexpr
 ):  # fmt: skip
-    """Stores o of token t, whose pointers are p_o, and returns the state after the token. state:
-    [BV, LANES] for each channel of a thread. b_v: v of the token."""
+    """Stores o of token t at p_o, and returns the state after the token. state: [BV, LANES] for
+    each channel of a thread. b_v: v of the token."""
     COLUMN: gl.constexpr = gl.SliceLayout(1, PIECE)
     dtype: gl.constexpr = state[0].dtype
     q = load_channels(q_s, t, READ_LAYOUT, gl.SliceLayout(0, PIECE))
@@ -221,8 +213,9 @@ def recurrent_several_fwd_kernel(
     EACH: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr
 ):  # fmt: skip
     """K = 128. A program has BV columns of the state of one sequence and value head, bfloat16 or
-    float32, in a pool. EACH: the number of tokens of each sequence if there are at most TOKENS, 0
-    if there may be more. The other arguments are those of `recurrent_fwd_kernel`."""
+    float32, in a pool. EACH: the number of tokens of each sequence, at most TOKENS, or 0 if the
+    kernel reads it. The other arguments are those of `recurrent_fwd_kernel`."""
+    gl.static_assert(EACH <= TOKENS)
     NW: gl.constexpr = gl.num_warps()
     V_BLOCKS: gl.constexpr = V // BV
     KEY_FIRST: gl.constexpr = stride_htv == 1
