@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from emulator.gluon import emulated
-from gluon_window import differences
+from gluon_window import Case, differences, forms_of
 from torch import Tensor
 
 from gdn_triton._host.records import Options
@@ -111,15 +111,11 @@ def run(call: StepCall, form: SeveralForm | None, seed: int) -> dict[str, Tensor
     return {"o": o, "state": x.state}
 
 
-def forms() -> Iterator[tuple[torch.dtype, bool, SeveralForm]]:
-    """Every form of the kernel: the dtype of the states, whether they are value-first, the form."""
-    for dtype, v_first in itertools.product((torch.bfloat16, torch.float32), (True, False)):
-        of_states = [several_form(dtype.itemsize, v_first, 2**i) for i in range(21)]
-        for form in sorted({form for form in of_states if form is not None}):
-            yield dtype, v_first, form
+def forms() -> Iterator[Case[SeveralForm]]:
+    return forms_of(several_form)
 
 
-def widths() -> Iterator[tuple[torch.dtype, bool, SeveralForm]]:
+def widths() -> Iterator[Case[SeveralForm]]:
     """One form for each number of warps, on which the PTX depends."""
     of_warps = {(dtype, v_first, form.warps): form for dtype, v_first, form in forms()}
     for (dtype, v_first, _), form in of_warps.items():

@@ -11,8 +11,9 @@ the records that a state includes are NaN. Exits with 1 and a list of what is wr
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -29,6 +30,10 @@ from gdn_triton.recurrent.window import make_window
 K = V = 128
 WRITTEN = ("state", "u_rows", "k_rows", "g_rows", "call_rows")
 NAMES = ("window_copied_fwd_kernel", "window_drafts_fwd_kernel")
+
+
+Form = TypeVar("Form", bound=tuple[Any, ...])
+Case = tuple[torch.dtype, bool, Form]
 
 
 def make_call(
@@ -122,19 +127,21 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     ]
 
 
-def forms() -> Iterator[tuple[torch.dtype, bool, WindowForm]]:
-    """Every form of the kernel: the dtype of the states, whether they are value-first, the form."""
+def forms_of(choose: Callable[[int, bool, int], Form | None]) -> Iterator[Case[Form]]:
+    """Every form of a kernel: the dtype of the states, whether they are value-first, the form.
+    choose: the form for the bytes of an element, the layout and the number of states."""
     for dtype, v_first in itertools.product((torch.bfloat16, torch.float32), (True, False)):
-        of_states = [copied_form(dtype.itemsize, v_first, 2**i) for i in range(21)]
+        of_states = [choose(dtype.itemsize, v_first, 2**i) for i in range(21)]
         for form in sorted({form for form in of_states if form is not None}):
             yield dtype, v_first, form
 
 
-def drafts_forms() -> Iterator[tuple[torch.dtype, bool, WindowForm]]:
-    for dtype, v_first in itertools.product((torch.bfloat16, torch.float32), (True, False)):
-        of_states = [copied_drafts_form(dtype.itemsize, 2**i) for i in range(21)]
-        for form in sorted({form for form in of_states if form is not None}):
-            yield dtype, v_first, form
+def forms() -> Iterator[Case[WindowForm]]:
+    return forms_of(copied_form)
+
+
+def drafts_forms() -> Iterator[Case[WindowForm]]:
+    return forms_of(lambda itemsize, _, states: copied_drafts_form(itemsize, states))
 
 
 def main() -> int:

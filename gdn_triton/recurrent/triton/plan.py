@@ -124,6 +124,12 @@ def launch_arguments(
     )
 
 
+def states_are_whole(p: RecurrentProblem, x: Operands) -> bool:
+    """Returns whether the elements of each state are contiguous in its layout."""
+    inner = (1, p.K) if p.state_v_first else (p.V, 1)
+    return state_strides(x.state, p.state_v_first)[2:] == inner
+
+
 def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
     """Returns the form of a call that runs the kernel of `hopper/several.py`, or None."""
     if not p.is_step or p.every_token or _is_one_token(p) or (p.K, p.V) != (128, 128):
@@ -132,8 +138,7 @@ def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
         return None
     if p.state_dtype not in (torch.bfloat16, torch.float32):
         return None
-    inner = (1, p.K) if p.state_v_first else (p.V, 1)
-    if state_strides(x.state, p.state_v_first)[2:] != inner:
+    if not states_are_whole(p, x):
         return None
     if p.T > FEW_TOKENS * (p.N if p.is_varlen else 1) or gluon_refusal(p.device) is not None:
         return None

@@ -22,7 +22,7 @@ from gdn_triton.recurrent.problem import (
     turn_count,
     views,
 )
-from gdn_triton.recurrent.triton.plan import strides
+from gdn_triton.recurrent.triton.plan import states_are_whole, strides
 from gdn_triton.recurrent.triton.window import window_fwd_kernel
 from gdn_triton.recurrent.triton.window_early import window_early_fwd_kernel
 from gdn_triton.recurrent.triton.window_few import window_few_fwd_kernel
@@ -162,9 +162,8 @@ def _may_copy(p: RecurrentProblem, x: Operands) -> bool:
     if p.v_dtype != torch.bfloat16 or p.window_rows > MOST_ROWS:
         return False
     assert x.state is not None and x.u_rows is not None and x.k_rows is not None
-    hn, hh, hk, hv = state_strides(x.state, p.state_v_first)
-    inner = (1, p.K) if p.state_v_first else (p.V, 1)
-    if (hk, hv) != inner or not strides_copy(hn, hh, x.u_rows, x.k_rows):
+    hn, hh, _, _ = state_strides(x.state, p.state_v_first)
+    if not states_are_whole(p, x) or not strides_copy(hn, hh, x.u_rows, x.k_rows):
         return False
     return gluon_refusal(p.device) is None
 
