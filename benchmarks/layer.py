@@ -1,17 +1,19 @@
 """The Gated DeltaNet part of a Qwen3-Next layer, beside the kernels of vLLM and SGLang.
 
     python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
-        [--prefills 1 8] [--decodes 1 8 64 256] [--drafts 4] [--pools float32 bfloat16]
+        [--prefills 1 8] [--decodes 1 8 64 256] [--kinds decode drafts tree] [--pools float32]
         [--jsonl FILE] [--turns FILE] [--dry-run]
 
 From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
 preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states and those of other pools
 that are named, gates of a model; 16/32 heads are the model's, 4/8 those of one of four ranks. A
-prefill is of 8192 tokens of 1 or 8 new sequences, a decode step of one token of 1 to 256, and a
-step of drafts of 4 tokens a sequence, which only ours has here. Each row: microseconds of a replay
-of the call as a CUDA graph with a cold L2, the implementations in turns, and the kernels that it
-launches, with the time of each kernel of an eager call; the median, and with a window the mean
-without the slowest 5 of 90 rounds, as the step of some rounds folds.
+prefill is of 8192 tokens of 1 or 8 new sequences, and a decode step of one token of 1 to 256. Steps
+of 4 tokens a sequence (drafts with a slot for each state, drafts of which the last state is kept,
+trees) and of 1 to 4 packed ones are ours alone here, in one launch where that is chosen, and in
+three. Each row: microseconds of a replay of the call as a CUDA graph with a cold L2, the
+implementations in turns, and the kernels that it launches, with the time of each kernel of an eager
+call; the median, and with a window the mean without the slowest 5 of 90 rounds, as the step of some
+rounds folds.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a
@@ -35,18 +37,19 @@ import torch
 from benchmarks import engines
 from benchmarks.decode import add_turns_option, taking_turns
 from benchmarks.layer_calls import (
+    DECODE,
+    DRAFTS,
+    STEPS,
     Call,
     Sizes,
     Step,
-    WindowCall,
-    drafted,
     exact,
+    lengths_of,
     make_step,
-    ours,
-    ours_with_window,
     sglang,
     vllm,
 )
+from benchmarks.layer_ours import WindowCall, ours, ours_in_three, ours_with_window
 from benchmarks.machine import commit, header
 from benchmarks.measure import (
     GATE,
@@ -63,6 +66,7 @@ from benchmarks.peers import FlashInfer, Ours
 from benchmarks.report import append_record
 
 OURS = "gdn_triton"
+IN_THREE = "gdn_triton, three launches"
 WITH_WINDOW = "gdn_triton, with a window"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 WITH_FLASHINFER = "vLLM, FlashInfer"
@@ -76,7 +80,7 @@ Maker = Callable[[Step], Call]
 
 def makers_of(folder: Path | None) -> tuple[dict[str, Maker], dict[str, str], list[str]]:
     """Ours and the engines' that are in the folder; their versions; why others are not."""
-    found: dict[str, Maker] = {OURS: ours, WITH_WINDOW: ours_with_window}
+    found: dict[str, Maker] = {OURS: ours, IN_THREE: ours_in_three, WITH_WINDOW: ours_with_window}
     versions, missing = {OURS: Ours.version()}, []
     for name, make in (("vllm", vllm), ("sglang", sglang)):
         if folder is None:
@@ -139,21 +143,19 @@ def kernel_times(call: Callable[[], Any], device: Device, calls: int = 8) -> dic
 
 def measure(
     sizes: Sizes,
+    what: str,
     lengths: Sequence[int],
     device: Device,
     makers: dict[str, Maker],
     rounds: int,
-    drafts: int = 0,
     pool: str = "float32",
     turns: Path | None = None,
 ) -> Record:
     # The interpreter of Triton multiplies bfloat16 wrongly.
     dtype = torch.bfloat16 if device.is_cuda else torch.float16
     with taking_turns(turns):
-        step = make_step(sizes, lengths, device.torch, dtype)
+        step = make_step(sizes, what, lengths, device.torch, dtype)
         step = step._replace(state=step.state.to(getattr(torch, pool)))
-        if drafts:
-            step = drafted(step, drafts)
         expected = exact(step)
     rows: dict[str, Record] = {}
     calls: dict[str, Call] = {}
@@ -174,9 +176,9 @@ def measure(
         add_times(rows, calls, device, rounds)
     return {
         "kind": "layer",
-        "what": ("drafts" if step.drafts else "decode") if step.is_decode else "prefill",
+        "what": what or "prefill",
         "sequences": len(lengths),
-        "tokens": sum(lengths) * max(1, drafts),
+        "tokens": sum(lengths),
         "heads": f"{sizes.H}/{sizes.HV}",
         "pool": pool,
         "gates": "model",
@@ -274,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a prefill")
     parser.add_argument("--prefills", type=int, nargs="*", default=[1, 8], help="sequences")
     parser.add_argument("--decodes", type=int, nargs="*", default=[1, 8, 64, 256], help="sequences")
-    parser.add_argument("--drafts", type=int, default=4, help="tokens of a sequence; 0: none")
+    parser.add_argument("--kinds", nargs="+", default=[DECODE, DRAFTS], choices=STEPS, help="steps")
     parser.add_argument("--pools", nargs="+", default=["float32"], help="dtypes of a step's states")
     parser.add_argument("--rounds", type=int, default=90)
     parser.add_argument("--jsonl", type=Path, help="also append a record a row to this file")
@@ -290,21 +292,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     makers, versions, missing = makers_of(options.engines)
     name = options.commit or commit()
     append_record(options.jsonl, header("benchmarks.layer", versions, missing, device, name))
-    calls = [[options.tokens // N] * N for N in options.prefills]
-    calls += [[1] * N for N in options.decodes]
+    calls = [("", [options.tokens // N] * N, "float32") for N in options.prefills]
+    steps = itertools.product(options.decodes, options.kinds, options.pools)
+    calls += [(what, lengths_of(what, N), pool) for N, what, pool in steps]
     records = []
-    for of in sizes:
-        for lengths in calls:
-            drafts, pools = [0], ["float32"]
-            if max(lengths) == 1:
-                drafts, pools = sorted({0, options.drafts}), options.pools
-            for T, pool in itertools.product(drafts, pools):
-                found = measure(
-                    of, lengths, device, makers, options.rounds,
-                    drafts=T, pool=pool, turns=options.turns,
-                )  # fmt: skip
-                records.append(found)
-                append_record(options.jsonl, found)
+    for of, (what, lengths, pool) in itertools.product(sizes, calls):
+        found = measure(
+            of, what, lengths, device, makers, options.rounds, pool=pool, turns=options.turns
+        )
+        records.append(found)
+        append_record(options.jsonl, found)
     print(f"{LEGEND}\n\n{tables(records, makers)}\n")
     whys = [
         f"{name}, {record['what']}: {row['skipped']}"

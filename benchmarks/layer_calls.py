@@ -1,8 +1,8 @@
-"""The calls of a layer's part that benchmarks.layer times, for this package, vLLM and SGLang; their
-tensors; and their results in float64."""
+"""The calls of a layer's part that benchmarks.layer times, for vLLM and SGLang; the tensors of all
+calls, and their results in float64. `benchmarks/layer_ours.py` has the calls of this package."""
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,14 +10,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import Random, gate_parameters
-from gdn_triton import (
-    chunk_prefill,
-    fused_conv_prep,
-    layer_step,
-    make_window,
-    restart_window,
-    rms_norm_gated,
-)
 from gdn_triton.reference.chunk import recurrent_gated_delta_rule
 from gdn_triton.reference.conv import causal_conv1d
 from gdn_triton.reference.norm import rms_norm_gated as exact_norm
@@ -27,6 +19,13 @@ W = 4
 EPS = 1e-6
 CHECKED = 200  # tokens of a prefill's first sequence, and sequences of a step, that are compared
 ROWS = 16  # of a window
+# The kinds of steps: one token of each sequence, or several. Then a slot is kept for the state
+# after each token, of which all were accepted in the step before, or the last state alone is kept,
+# or the tokens are the nodes of a tree, or the sequences have different numbers of tokens.
+DECODE, DRAFTS, LAST, TREE, PACKED = "decode", "drafts", "last state", "tree", "packed"
+STEPS = (DECODE, DRAFTS, LAST, TREE, PACKED)
+PARENTS = (-1, 0, 0, 1)  # of the nodes of a tree
+LENGTHS = (4, 1, 3, 4, 2)  # of the packed sequences, over and over
 
 Call = Callable[[], Tensor]
 
@@ -44,8 +43,8 @@ class Sizes(NamedTuple):
 
 class Step(NamedTuple):
     """The tensors of a call of one implementation, which it may write. lengths: tokens of each
-    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]. drafts: a decode step of that
-    many tokens a sequence, [N * drafts, ...]; 0: of one token."""
+    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]. what: of STEPS, or ""
+    (prefill)."""
 
     sizes: Sizes
     lengths: Sequence[int]
@@ -62,11 +61,11 @@ class Step(NamedTuple):
     slots: Tensor
     cu_seqlens: Tensor
     has_initial_state: Tensor
-    drafts: int = 0
+    what: str = ""
 
     @property
     def is_decode(self) -> bool:
-        return max(self.lengths) == 1
+        return self.what == DECODE
 
     def copied(self) -> "Step":
         """The same call on its own copies of the tensors."""
@@ -74,10 +73,17 @@ class Step(NamedTuple):
         return Step(*made)
 
 
+def lengths_of(what: str, N: int) -> list[int]:
+    """The tokens of each of N sequences in a step."""
+    if what == PACKED:
+        return list(itertools.islice(itertools.cycle(LENGTHS), N))
+    return [1 if what == DECODE else len(PARENTS)] * N
+
+
 def make_step(
-    sizes: Sizes, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+    sizes: Sizes, what: str, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """Sequences of one token continue from states; longer ones begin."""
+    """what: of STEPS, whose sequences continue from states, or "": they begin."""
     N, T = len(lengths), sum(lengths)
     rand = Random(0, device)
 
@@ -85,7 +91,7 @@ def make_step(
         return rand.normal(*shape).to(dtype)
 
     A, dt_bias = gate_parameters("model", sizes.HV, rand)
-    decode = max(lengths) == 1
+    continues = what in STEPS
     state = rand.normal(N + 1, sizes.HV, sizes.V, sizes.K)
     conv_state = normal(N + 1, W - 1, sizes.D)
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -100,202 +106,59 @@ def make_step(
         A_log=A.clamp(min=1e-3).log(),
         dt_bias=dt_bias,
         norm=1 + 0.1 * normal(sizes.V),
-        conv_state=conv_state if decode else torch.zeros_like(conv_state),
-        state=state if decode else torch.zeros_like(state),
+        conv_state=conv_state if continues else torch.zeros_like(conv_state),
+        state=state if continues else torch.zeros_like(state),
         # Slot 0 is unused in vLLM.
         slots=1 + torch.arange(N, device=device).int(),
         cu_seqlens=offsets.int(),
-        has_initial_state=torch.full((N,), decode, device=device),
-    )
-
-
-def drafted(step: Step, drafts: int) -> Step:
-    """The step of one token with further tokens in each sequence."""
-
-    def more(x: Tensor) -> Tensor:
-        return torch.cat([x, *(x.roll(i + 1, 0).flip(-1) for i in range(drafts - 1))])
-
-    return step._replace(
-        mixed_qkv=more(step.mixed_qkv),
-        a=more(step.a),
-        b=more(step.b),
-        z=more(step.z),
-        drafts=drafts,
+        has_initial_state=torch.full((N,), continues, device=device),
+        what=what,
     )
 
 
 def exact(step: Step) -> Tensor:
-    """The result in float64, of the first tokens of a prefill or the first sequences of a step."""
+    """The result in float64, of the first tokens of a prefill or of the first sequences."""
+    device = step.slots.device
+    if step.what not in STEPS:
+        return in_order(step, torch.arange(min(CHECKED, step.lengths[0]), device=device)[None])[0]
+    n = min(CHECKED, len(step.lengths))
+    lengths = torch.tensor(step.lengths[:n], device=device)
+    columns = torch.arange(max(step.lengths), device=device)
+    rows = step.cu_seqlens[:n, None] + columns  # of the tokens of each sequence
+    is_token = columns < lengths[:, None]
+    rows = rows.where(is_token, 0)
+    if step.what != TREE:
+        return in_order(step, rows)[is_token]
+    nodes = []
+    for node in range(len(PARENTS)):
+        path = [node]
+        while PARENTS[path[0]] >= 0:
+            path.insert(0, PARENTS[path[0]])
+        nodes.append(in_order(step, rows[:, path])[:, -1])
+    return torch.stack(nodes, 1).flatten(0, 1)
+
+
+def in_order(step: Step, rows: Tensor) -> Tensor:
+    """The results [N, T, HV, V] of the tokens of rows [N, T], each after the one before it."""
     H, HV, K, V = step.sizes
-    n = min(CHECKED, step.lengths[0] if not step.is_decode else len(step.lengths))
-    x = step.mixed_qkv[None, :n]
-    if step.is_decode:
-        T = max(1, step.drafts)
-        x = step.mixed_qkv[: n * T].unflatten(0, (n, T))
-        n *= T
-    slots = step.slots[: x.shape[0]].long()
+    slots = step.slots[: rows.shape[0]].long()
     earlier = step.conv_state[slots].mT.double()
-    x = causal_conv1d(x.double(), step.weight.double(), None, True, earlier).flatten(0, 1)
-    a, b = step.a[:n].double(), step.b[:n].double()
-    rule = fused_post_conv_prep(x, a, b, step.A_log, step.dt_bias, H, K, V)
-    lead = (n // T, T) if step.is_decode else (1, n)
-    q, k, v, g, beta = (y.unflatten(0, lead) for y in rule)
+    x = causal_conv1d(step.mixed_qkv[rows].double(), step.weight.double(), None, True, earlier)
+    a, b, z = (y[rows].flatten(0, 1).double() for y in (step.a, step.b, step.z))
+    rule = fused_post_conv_prep(x.flatten(0, 1), a, b, step.A_log, step.dt_bias, H, K, V)
+    q, k, v, g, beta = (y.unflatten(0, rows.shape) for y in rule)
     state = step.state[slots].mT.double()
     o, _ = recurrent_gated_delta_rule(q, k, v, g, beta, initial_state=state)
-    return exact_norm(o.reshape(n, HV, V), step.z[:n].double(), step.norm.double(), EPS)
+    y = exact_norm(o.reshape(-1, HV, V), z, step.norm.double(), EPS)
+    return y.unflatten(0, rows.shape)
 
 
 # ------------------------------------------------------------------------------ implementations
 
 
-def ours(step: Step) -> Call:
-    H, HV, K, V = step.sizes
-    begins: dict[str, Any] = {
-        "has_initial_state": step.has_initial_state,
-        "cu_seqlens": step.cu_seqlens,
-    }
-    conv_state = step.conv_state.mT
-    out = step.mixed_qkv.new_empty(sum(step.lengths), HV, V)
-
-    def prefill() -> Tensor:
-        q, k, v, g, beta = fused_conv_prep(
-            step.mixed_qkv,
-            step.weight,
-            step.a,
-            step.b,
-            step.A_log,
-            step.dt_bias,
-            H,
-            K,
-            V,
-            None,
-            "silu",
-            state=conv_state,
-            read_slots=step.slots,
-            skip="non_positive",
-            **begins,
-        )
-        chunk_prefill(
-            step.state,
-            step.slots,
-            q=q[None],
-            k=k[None],
-            v=v[None],
-            g=g[None],
-            beta=beta[None],
-            state_v_first=True,
-            out=out[None],
-            skip="non_positive",
-            **begins,
-        )
-        return rms_norm_gated(out, step.z, step.norm, EPS)
-
-    if step.drafts:
-        return verified(step)
-    return one_token(step) if step.is_decode else prefill
-
-
-@dataclass(frozen=True)
-class WindowCall:
-    """A step with a window at the positions of one tensor, which an engine advances once for all
-    layers."""
-
-    call: Call
-    positions: Tensor
-    tokens: int
-
-    def __call__(self) -> Tensor:
-        return self.call()
-
-    def advance(self) -> None:
-        self.positions.add_(self.tokens)
-
-
-def ours_with_window(step: Step) -> WindowCall:
-    if not step.is_decode:
-        raise NotImplementedError("a prefill has no window")
-    H, HV, K, V = step.sizes
-    T, device, N = max(1, step.drafts), step.slots.device, len(step.lengths)
-    window = make_window(
-        *(step.state.shape[0], H, HV, K, V, step.mixed_qkv.dtype, device), rows=ROWS, max_tokens=T
-    )
-    positions = torch.zeros(N, dtype=torch.int32, device=device)
-    restart_window(window, step.slots, positions)
-    if step.drafts:
-        return WindowCall(verified(step, window=window, positions=positions), positions, T)
-    return WindowCall(one_token(step, window=window, positions=positions), positions, 1)
-
-
-def _counters(step: Step, slots: int) -> Tensor:
-    """The counters of `layer_step` for a pool of some slots."""
-    return torch.zeros(slots, step.sizes.H, dtype=torch.int32, device=step.slots.device)
-
-
-def one_token(step: Step, **window: Any) -> Call:
-    """A decode step of one token for each sequence."""
-    conv_state = step.conv_state.mT
-    rest = window or {"counters": _counters(step, len(step.state))}
-
-    def decode() -> Tensor:
-        return layer_step(
-            step.mixed_qkv,
-            step.a,
-            step.b,
-            step.A_log,
-            step.dt_bias,
-            state=step.state,
-            read_slots=step.slots,
-            conv_state=conv_state,
-            conv_weight=step.weight,
-            gate=step.z,
-            norm_weight=step.norm,
-            norm_eps=EPS,
-            state_v_first=True,
-            skip="non_positive",
-            **rest,
-        )
-
-    return decode
-
-
-def verified(step: Step, **window: Any) -> Call:
-    """A step of drafts, all of which were accepted in the step before. Without a window a slot
-    keeps the state after each of them."""
-    N, T, slots = len(step.lengths), step.drafts, step.slots
-    accepted = torch.full_like(slots, T)
-    conv_state = torch.nn.functional.pad(step.conv_state.mT, (T - 1, 0)).contiguous()
-    mixed, a, b, z = (x.unflatten(0, (N, T)) for x in (step.mixed_qkv, step.a, step.b, step.z))
-    pool, read, rest = step.state, slots, window
-    if not window:  # Slot 0 is nobody's.
-        read = 1 + torch.arange(N * T, device=slots.device).int().view(N, T)
-        pool = step.state.new_zeros(1 + N * T, *step.state.shape[1:])
-        pool[read[:, -1].long()] = step.state[slots.long()]
-        tokens = conv_state.new_zeros(1 + N * T, *conv_state.shape[1:])
-        tokens[read[:, 0].long()] = conv_state[slots.long()]
-        conv_state = tokens
-        rest = {"counters": _counters(step, len(pool))}
-
-    def verify() -> Tensor:
-        return layer_step(
-            mixed,
-            a,
-            b,
-            step.A_log,
-            step.dt_bias,
-            state=pool,
-            read_slots=read,
-            num_accepted_tokens=accepted,
-            conv_state=conv_state,
-            conv_weight=step.weight,
-            gate=z,
-            norm_weight=step.norm,
-            norm_eps=EPS,
-            state_v_first=True,
-            skip="non_positive",
-            **rest,
-        ).flatten(0, 1)
-
-    return verify
+def refuse_several(step: Step) -> None:
+    if step.what not in ("", DECODE):
+        raise NotImplementedError("steps of several tokens are measured for ours only")
 
 
 def conv_blocks(step: Step) -> SimpleNamespace:
@@ -434,16 +297,14 @@ def vllm(
         out.copy_(o.view(out.shape))
         return norm()
 
-    if step.drafts:
-        raise NotImplementedError("drafts are measured for ours only")
+    refuse_several(step)
     if step.is_decode and flashinfer is not None:
         raise NotImplementedError("vLLM decodes with its Triton kernels in either case")
     return decode if step.is_decode else prefill
 
 
 def sglang(step: Step, theirs: dict[str, Callable[..., Any]]) -> Call:
-    if step.drafts:
-        raise NotImplementedError("drafts are measured for ours only")
+    refuse_several(step)
     f = SimpleNamespace(**theirs)
     H, HV, K, V = step.sizes
     conv_state = step.conv_state.transpose(-1, -2).contiguous()

@@ -349,9 +349,12 @@ def judge_several() -> list[str]:
     from gdn_triton.recurrent.validation import validate_step
 
     wrong = []
-    for (dtype, v_first, form), tokens in itertools.product(gluon_several.forms(), (4, 0)):
+    for (dtype, v_first, form, every_token), tokens in itertools.product(
+        gluon_several.shapes(), (4, 0)
+    ):
+        slots: gluon_several.Slots = "accepted" if every_token else "other"
         call = gluon_several.make_call(
-            dtype, v_first=v_first, moves=True, norm=True, seed=0, tokens=tokens
+            dtype, v_first=v_first, slots=slots, norm=True, seed=0, tokens=tokens
         )
         with (
             compile_only(TARGET) as kernels,
@@ -362,7 +365,7 @@ def judge_several() -> list[str]:
         kernel = one.kernel
         stack, registers = stack_and_registers(kernel.asm["cubin"])
         sass = disassembled(kernel.asm["cubin"])
-        name = f"several tokens, {dtype}, value-first {v_first:1}, {form}, {tokens} tokens"
+        name = f"{tokens} tokens, {slots} slots, {dtype}, value-first {v_first:1}, {form}"
         print(f"{name} stack {stack:4} registers {registers:3}", flush=True)
         found = [f"before the wait: {text}" for text in accesses_before_the_wait(sass)]
         found += [*unwritten_uniform_registers(sass), *narrow_strides(kernel.asm["ttgir"])]

@@ -13,6 +13,8 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -30,6 +32,11 @@ K = V = 128
 KERNEL = "recurrent_several_fwd_kernel"
 LENGTHS = (4, 7, 0, 3, 1)
 
+# The slots of a call: each state returns to its own slot, or goes to another one. Or the states
+# after all tokens go to the slots of `write_slots`, or to those of which `num_accepted_tokens`
+# names one to read.
+Slots = Literal["own", "other", "every", "accepted"]
+
 
 def pool(slots: int, shape: tuple[int, ...], dtype: torch.dtype, gap: int) -> Tensor:
     """States with a gap of so many elements before each."""
@@ -46,30 +53,38 @@ def make_call(
     dtype: torch.dtype,
     *,
     v_first: bool,
-    moves: bool,
+    slots: Slots,
     norm: bool,
     seed: int,
     tokens: int,
     apart: bool = False,
 ) -> StepCall:
-    """5 sequences of 4 value heads. moves: the states go to other slots. norm: with 2 key heads, of
-    a mixed call with every option, dt_bias only if the states move; otherwise as many key heads.
-    tokens: of each sequence; 0: packed, LENGTHS. apart: no state begins at a multiple of 16
-    bytes."""
+    """5 sequences of 4 value heads. norm: with 2 key heads, of a mixed call with every option,
+    dt_bias only if the states go to other slots; otherwise as many key heads. tokens: of each
+    sequence; 0: packed, LENGTHS. apart: no state begins at a multiple of 16 bytes."""
     N, H, HV = 5, 2 if norm else 4, 4
     torch.manual_seed(seed)
-    slots, rows = 2 * N + 1, sum(LENGTHS) + 2
+    rows, columns = sum(LENGTHS) + 2, tokens or max(LENGTHS)
     lead = (N, tokens) if tokens else (rows,)
     mixed = torch.randn(*lead, 2 * H * K + HV * V + 8).bfloat16()[..., 8:]
     q, k, v = mixed.split((H * K, H * K, HV * V), -1)
     q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
     a, b = torch.randn(2, *lead, HV).bfloat16()
-    order = torch.randperm(slots).int()
-    read, write = order[:N].clone(), None
+    every = (N, tokens) if tokens else (1, rows)
+    order = torch.randperm(N + max(N * columns, math.prod(every)) + 1).int()
+    read, write, accepted = order[:N].clone(), None, None
     read[1] = -1
-    if moves:
+    if slots == "other":
         write = order[N : 2 * N].clone()
         write[3] = -1
+    elif slots == "every":
+        write = order[N : N + math.prod(every)].view(every).clone()
+        write[0, 1] = write[-1, -2] = -1
+    elif slots == "accepted":
+        read = order[: N * columns].view(N, columns).clone()
+        read[0, 2] = -1
+        # The second one reads no state.
+        accepted = torch.tensor([1, 0, 2, columns, 3], dtype=torch.int32)
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     x = Operands(
         q=mixed if norm else q,
@@ -78,11 +93,12 @@ def make_call(
         g=a if norm else -a.float().exp(),
         beta=b if norm else b.float().sigmoid(),
         A_log=torch.rand(HV) if norm else None,
-        dt_bias=torch.rand(HV) - 2 if norm and moves else None,
-        state=pool(slots, (HV, V, K) if v_first else (HV, K, V), dtype, 2 if apart else 0),
+        dt_bias=torch.rand(HV) - 2 if norm and slots != "own" else None,
+        state=pool(len(order), (HV, V, K) if v_first else (HV, K, V), dtype, 2 if apart else 0),
         read_slots=read,
         write_slots=write,
         cu_seqlens=None if tokens else ends,
+        num_accepted_tokens=accepted,
     )
     options = Options(
         use_qk_l2norm_in_kernel=norm,
@@ -111,27 +127,30 @@ def run(call: StepCall, form: SeveralForm | None, seed: int) -> dict[str, Tensor
     return {"o": o, "state": x.state}
 
 
-def forms() -> Iterator[Case[SeveralForm]]:
-    return forms_of(several_form)
+def forms(every_token: bool) -> Iterator[Case[SeveralForm]]:
+    return forms_of(partial(several_form, every_token=every_token))
 
 
-def widths() -> Iterator[Case[SeveralForm]]:
-    """One form for each number of warps, on which the PTX depends."""
-    of_warps = {(dtype, v_first, form.warps): form for dtype, v_first, form in forms()}
-    for (dtype, v_first, _), form in of_warps.items():
-        yield dtype, v_first, form
+def shapes() -> Iterator[tuple[torch.dtype, bool, SeveralForm, bool]]:
+    """Every form of the kernel, last the one for the states after every token."""
+    for every_token in (False, True):
+        for case in forms(every_token):
+            yield *case, every_token
 
 
 def main() -> int:
     failed = 0
-    calls = ((4, False, True), (6, True, False), (0, True, True))
-    for seed, ((dtype, v_first, form), (tokens, moves, norm)) in enumerate(
-        itertools.product(widths(), calls)
-    ):
+    kept: dict[bool, tuple[tuple[int, Slots, bool], ...]] = {
+        False: ((4, "own", True), (6, "other", False), (0, "other", True)),
+        True: ((4, "accepted", True), (3, "every", False), (0, "every", True)),
+    }
+    for seed, (dtype, v_first, form, every_token) in enumerate(shapes()):
+        # Each form has one of the three calls.
+        tokens, slots, norm = kept[every_token][seed % 3]
         call = make_call(
             dtype,
             v_first=v_first,
-            moves=moves,
+            slots=slots,
             norm=norm,
             seed=seed,
             tokens=tokens,
@@ -139,7 +158,7 @@ def main() -> int:
         )
         wrong = differences(run(call, form, seed), run(call, None, seed))
         failed += bool(wrong)
-        layout = f"{'value' if v_first else 'key'}-first, {form.warps} warps"
+        layout = f"{'value' if v_first else 'key'}-first, {form}"
         print(f"{dtype}, {layout}, {tokens} tokens: {', '.join(wrong) or 'right'}", flush=True)
     print(f"{failed} failed")
     return 1 if failed else 0

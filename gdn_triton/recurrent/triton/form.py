@@ -1,5 +1,6 @@
 """The form of a program of the recurrence: sizes of tiles, and the order of sums."""
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -172,28 +173,48 @@ def _key_first_form(
 
 
 class SeveralForm(NamedTuple):
-    """The form of a program of `hopper/several.py`, whose warps have 16 columns each. It changes no
-    bit. registers: the most registers of a thread."""
+    """The form of a program of `hopper/several.py`. Four times as many columns as those of a thread
+    are a warp's. The form changes no bit."""
 
     warps: int
-    registers: int
+    columns: int  # of a thread
+
+    @property
+    def BV(self) -> int:
+        return 4 * self.columns * self.warps
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread. With 168 instead of 128 fewer programs run at once, and
+        2048 states took 1.02 to 1.08 times as long on an H200."""
+        return 128 if self.columns == 4 else 96
 
 
-# The key is the itemsize of the states and whether they are value-first. With fewer states than the
-# value, `hopper/several.py` is slower than `kernel.py`: on an H200 8 value-first float32 states of
-# four tokens took 3.41 us in the former and 3.31 in the latter, 32 bfloat16 states 4.47 and 3.66.
-FEWEST_SEVERAL = {(4, True): 32, (4, False): 0, (2, True): 64, (2, False): 64}
-# With more states, programs with fewer registers and a few spills are faster, because more of them
-# run at once: 256 float32 states took 13.0 us instead of 14.6.
-FEW_SEVERAL = 128
+SEVERAL_HALF = SeveralForm(warps=2, columns=2)
+SEVERAL_1, SEVERAL_2, SEVERAL_4 = (SeveralForm(warps=4, columns=i) for i in (1, 2, 4))
+# The key is the itemsize of the states, whether they are value-first, and whether the state after
+# every token is kept. The value has the most states of a call for which a form is used. With None
+# `kernel.py` is faster. These forms were the fastest on an H200 for steps of four tokens. With few
+# states more threads share the columns of a state.
+SEVERAL_FORMS: dict[tuple[int, bool, bool], tuple[tuple[float, SeveralForm | None], ...]] = {
+    (4, True, False): ((8, SEVERAL_1), (128, SEVERAL_2), (math.inf, SEVERAL_4)),
+    (4, False, False): ((64, SEVERAL_2), (math.inf, SEVERAL_4)),
+    (2, True, False): ((128, SEVERAL_2), (math.inf, SEVERAL_4)),
+    (2, False, False): ((64, SEVERAL_2), (math.inf, SEVERAL_4)),
+    (4, True, True): ((64, SEVERAL_1), (math.inf, None)),
+    (4, False, True): ((8, SEVERAL_HALF), (128, None), (512, SEVERAL_4), (math.inf, None)),
+    (2, True, True): ((128, SEVERAL_2), (math.inf, SEVERAL_4)),
+    (2, False, True): ((8, SEVERAL_HALF), (math.inf, None)),
+}
 
 
-def several_form(itemsize: int, state_v_first: bool, states: int) -> SeveralForm | None:
+def several_form(
+    itemsize: int, state_v_first: bool, states: int, *, every_token: bool
+) -> SeveralForm | None:
     """Returns the form of a call that runs the kernel of `hopper/several.py`, or None where
     `kernel.py` is faster. It has the bits of `recurrent_form`."""
-    if states < FEWEST_SEVERAL[itemsize, state_v_first]:
-        return None
-    return SeveralForm(warps=4, registers=168 if states <= FEW_SEVERAL else 128)
+    forms = SEVERAL_FORMS[itemsize, state_v_first, every_token]
+    return next(form for most, form in forms if states <= most)
 
 
 def _log2(n: int) -> int:

@@ -23,9 +23,8 @@ from gdn_triton.recurrent.triton.form import (
 )
 from gdn_triton.recurrent.triton.kernel import recurrent_fwd_kernel
 
-# The columns of a warp in the kernel of `hopper/several.py`, and the most tokens of a sequence for
-# which it was timed. The average counts if a call is packed.
-COLUMNS_OF_A_WARP: Final = 16
+# The most tokens of a sequence for which the kernel of `hopper/several.py` was timed. The average
+# counts if a call is packed.
 FEW_TOKENS: Final = 4
 
 
@@ -132,7 +131,7 @@ def states_are_whole(p: RecurrentProblem, x: Operands) -> bool:
 
 def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
     """Returns the form of a call that runs the kernel of `hopper/several.py`, or None."""
-    if not p.is_step or p.every_token or _is_one_token(p) or (p.K, p.V) != (128, 128):
+    if not p.is_step or _is_one_token(p) or x.parents is not None or (p.K, p.V) != (128, 128):
         return None
     if {p.q_dtype, p.k_dtype, p.v_dtype} != {torch.bfloat16}:
         return None
@@ -142,7 +141,8 @@ def _several_form(p: RecurrentProblem, x: Operands) -> SeveralForm | None:
         return None
     if p.T > FEW_TOKENS * (p.N if p.is_varlen else 1) or gluon_refusal(p.device) is not None:
         return None
-    return several_form(p.state_dtype.itemsize, p.state_v_first, p.N * p.HV)
+    itemsize, states = p.state_dtype.itemsize, p.N * p.HV
+    return several_form(itemsize, p.state_v_first, states, every_token=p.every_token)
 
 
 def _several_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: SeveralForm) -> Launch:
@@ -151,7 +151,7 @@ def _several_launch(p: RecurrentProblem, x: Operands, o: Tensor, form: SeveralFo
 
     fixed = launch_arguments(p, x, o, x.state)
     fixed |= {
-        "BV": COLUMNS_OF_A_WARP * form.warps,
+        "BV": form.BV,
         "EACH": p.T if p.T <= FEW_TOKENS and not p.is_varlen else 0,
         "num_warps": form.warps,
         "maxnreg": form.registers,
@@ -166,8 +166,6 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
     lead = operands.v.shape[:-1] if p.is_mixed else operands.v.shape[:-2]
     shape = (*lead, p.HV, p.V)
     layout = p.N, p.HV, p.K, p.V, p.state_v_first, p.device
-    form = form_of(p)
-    grid = (-(-p.V // (form.parts * form.tile.BV)) * (p.N + p.is_varlen) * p.HV, 1, 1)
 
     def output(y: Operands) -> Tensor:
         if y.out is not None:
@@ -179,11 +177,15 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
 
     x = views(p, operands._replace(out=output(operands)))
     assert x.out is not None
-    launch = make_launch(p, x, x.out, x.state if p.is_step else final_state())
     several = _several_form(p, x)
     if several is not None:
-        several_launch = _several_launch(p, x, x.out, several)
-        programs = p.V // (COLUMNS_OF_A_WARP * several.warps) * (p.N + p.is_varlen) * p.HV
+        launch = _several_launch(p, x, x.out, several)
+        columns = several.BV
+    else:
+        launch = make_launch(p, x, x.out, x.state if p.is_step else final_state())
+        form = form_of(p)
+        columns = form.parts * form.tile.BV
+    grid = (-(-p.V // columns) * (p.N + p.is_varlen) * p.HV, 1, 1)
 
     def run(y: Operands) -> tuple[Tensor, Tensor | None]:
         o = output(y)
@@ -193,8 +195,8 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
         if p.is_step:
             count_writes(y.state, y.out)
         if several is not None:
-            several_launch(
-                (programs, 1, 1),
+            launch(
+                grid,
                 q=y.q,
                 k=y.k,
                 v=y.v,
@@ -207,6 +209,7 @@ def plan(problem: RecurrentProblem, operands: Operands) -> PlannedCall:
                 read_slots=y.read_slots,
                 write_slots=y.write_slots,
                 cu_seqlens=y.cu_seqlens,
+                num_accepted_tokens=y.num_accepted_tokens,
                 N=p.N,
                 T=p.T,
             )

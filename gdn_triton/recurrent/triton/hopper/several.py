@@ -1,7 +1,7 @@
-"""Steps of several tokens, after which the last state alone is kept, in Gluon. A program holds its
-columns of a state in registers, whose layout lets few threads share a column. Therefore they
-exchange few sums. The program first computes the numbers that depend on the tokens alone, and
-stores them, with q and k in float32, in shared memory.
+"""Steps of several tokens in Gluon, which keep the last state or the state after every token. A
+program holds its columns of a state in registers, whose layout lets few threads share a column.
+Therefore they exchange few sums. The program first computes the numbers that depend on the tokens
+alone, and stores them, with q and k in float32, in shared memory.
 
 `../kernel.py` computes the same bits, and has the equations. In its layout 32 or 16 threads share a
 value-first column, and exchanges limit its speed."""
@@ -18,8 +18,8 @@ from gdn_triton.recurrent.triton.kernel import strength
 # The tokens that are in shared memory at once, and the numbers of each that do not depend on a
 # column of the state. There are six of them, and two copies fill a power of two.
 TOKENS, FACTORS = gl.constexpr(4), gl.constexpr(8)
-# The threads that share four columns of the state, the channels of each thread, and the channels
-# that a thread reads at once.
+# The threads that share columns of the state, the channels of each thread, and the channels that a
+# thread reads at once.
 LANES, CHANNELS, READ = gl.constexpr(8), gl.constexpr(16), gl.constexpr(4)
 
 
@@ -199,18 +199,35 @@ def one_token(
     return kept
 
 
+@gluon.jit
+def store_state(
+    p_state, state, KEY_FIRST: gl.constexpr, CHAIN: gl.constexpr, TILE: gl.constexpr,
+    stride_hk: gl.constexpr, POLICY: gl.constexpr
+):  # fmt: skip
+    """Stores a state at p_state, the pointers of the first rows of the state."""
+    if KEY_FIRST:
+        for i in gl.static_range(CHANNELS):
+            gl.store(p_state + i * LANES * stride_hk, state[i], eviction_policy=POLICY)
+    else:
+        for i in gl.static_range(CHANNELS // CHAIN):
+            tile = gl.convert_layout(joined(state, i * CHAIN, CHAIN), TILE)
+            gl.store(p_state + i * LANES * CHAIN, tile, eviction_policy=POLICY)
+
+
 @gluon.jit(do_not_specialize=["N", "T"])
 def recurrent_several_fwd_kernel(
-    q, k, v, g, beta, A_log, dt_bias, o, state, read_slots, write_slots, cu_seqlens, N, T, scale,
+    q, k, v, g, beta, A_log, dt_bias, o, state, read_slots, write_slots, cu_seqlens,
+    num_accepted_tokens, N, T, scale,
     stride_qb, stride_qt, stride_qh, stride_qk, stride_kb, stride_kt, stride_kh, stride_kk,
     stride_vb, stride_vt, stride_vh, stride_vv, stride_gb, stride_gt, stride_gh, stride_bb,
     stride_bt, stride_bh, stride_A, stride_dt, stride_ob, stride_ot, stride_oh, stride_ov,
-    stride_htn, stride_hth, stride_r, stride_wb, stride_c,
+    stride_htn, stride_hth, stride_r, stride_rt, stride_wb, stride_wt, stride_c, stride_n,
     stride_htk: gl.constexpr, stride_htv: gl.constexpr, H: gl.constexpr, HV: gl.constexpr,
     V: gl.constexpr, BV: gl.constexpr, K_OFFSET: gl.constexpr, V_OFFSET: gl.constexpr,
     RCP_LN2: gl.constexpr, EPS: gl.constexpr, THRESHOLD: gl.constexpr,
-    USE_QK_L2NORM: gl.constexpr, BETA_FACTOR: gl.constexpr, LAST_SKIPPED: gl.constexpr,
-    EACH: gl.constexpr, POLICY: gl.constexpr, DEPENDENT: gl.constexpr
+    USE_QK_L2NORM: gl.constexpr, BETA_FACTOR: gl.constexpr, EVERY_TOKEN: gl.constexpr,
+    COLUMNS: gl.constexpr, LAST_SKIPPED: gl.constexpr, EACH: gl.constexpr, POLICY: gl.constexpr,
+    DEPENDENT: gl.constexpr
 ):  # fmt: skip
     """K = 128. A program has BV columns of the state of one sequence and value head, bfloat16 or
     float32, in a pool. EACH: the number of tokens of each sequence, at most TOKENS, or 0 if the
@@ -222,12 +239,15 @@ def recurrent_several_fwd_kernel(
     dtype: gl.constexpr = state.dtype.element_ty
     CHAIN: gl.constexpr = chained(KEY_FIRST, dtype.primitive_bitwidth)
 
-    # A thread has four columns of a value-first state, and chains of neighbouring rows of them. It
-    # has every LANES-th row of four columns of a key-first state.
+    # A thread has 1, 2 or 4 columns of the state. Of these it has chains of neighbouring rows if
+    # the state is value-first, and every LANES-th row otherwise.
+    OF_THREAD: gl.constexpr = BV // (4 * NW)
     PIECE: gl.constexpr = gl.BlockedLayout(
-        [4, 1], [4, LANES], [NW, 1], [0, 1] if KEY_FIRST else [1, 0]
+        [OF_THREAD, 1], [4, LANES], [NW, 1], [0, 1] if KEY_FIRST else [1, 0]
     )
-    TILE: gl.constexpr = gl.BlockedLayout([4, 1, CHAIN], [4, LANES, 1], [NW, 1, 1], [2, 1, 0])
+    TILE: gl.constexpr = gl.BlockedLayout(
+        [OF_THREAD, 1, CHAIN], [4, LANES, 1], [NW, 1, 1], [2, 1, 0]
+    )
     COLUMN: gl.constexpr = gl.SliceLayout(1, PIECE)
     READ_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], threads_of_channels(KEY_FIRST), whole_warps(NW), [], [LANES, READ]
@@ -252,7 +272,13 @@ def recurrent_several_fwd_kernel(
     if DEPENDENT:
         gdc_wait()
     live = i_n < N
-    slot = gl.load(read_slots + i_n * stride_r, mask=live, other=LAST_SKIPPED).to(gl.int64)
+    p_read = read_slots + i_n * stride_r
+    held = live
+    if num_accepted_tokens is not None:
+        accepted = gl.load(num_accepted_tokens + i_n * stride_n, mask=live, other=0)
+        held = live & (accepted > 0) & (accepted <= COLUMNS)
+        p_read += (accepted.to(gl.int64) - 1) * stride_rt
+    slot = gl.load(p_read, mask=held, other=LAST_SKIPPED).to(gl.int64)
     if cu_seqlens is None:
         i_b = i_n
         row = i_n * 0
@@ -294,7 +320,13 @@ def recurrent_several_fwd_kernel(
                 h += quarters_of(tile, PIECE)
             else:
                 h += eighths_of(tile, PIECE)
-    if write_slots is not None:
+    if EVERY_TOKEN:
+        if num_accepted_tokens is not None:
+            p_slot, stride_slot = read_slots + i_n * stride_r, gl.cast(stride_rt, gl.int64)
+        else:
+            p_slot = write_slots + i_b * stride_wb + row * stride_wt
+            stride_slot = gl.cast(stride_wt, gl.int64)
+    elif write_slots is not None:
         slot = gl.load(write_slots + i_n * stride_wb).to(gl.int64)
 
     o_t = gl.arange(0, TOKENS, OF_TOKEN)
@@ -327,6 +359,14 @@ def recurrent_several_fwd_kernel(
         for t in gl.static_range(TOKENS if EACH == 0 else EACH):
             is_here = (o_v >= 0) & (first + t < n_tokens)
             tokens_v += (gl.load(p_v + t * wide_vt, mask=is_here, other=0.0),)
+        if EVERY_TOKEN:
+            slots = ()
+            for t in gl.static_range(TOKENS if EACH == 0 else EACH):
+                is_here = first + t < n_tokens
+                if num_accepted_tokens is not None:
+                    is_here = is_here & (first + t < COLUMNS)
+                p_t = p_slot + (first + t) * stride_slot
+                slots += (gl.load(p_t, mask=is_here, other=LAST_SKIPPED).to(gl.int64),)
         store_channels(q_s, b_q, KEY_FIRST, CHAIN)
         store_channels(k_s, b_k, KEY_FIRST, CHAIN)
         qq, kk = gl.split(sum_of_channels(gl.join(b_q * b_q, b_k * b_k)))
@@ -354,18 +394,18 @@ def recurrent_several_fwd_kernel(
                     PIECE
                 )  # fmt: skip
             p_o += stride_ot
+            if EVERY_TOKEN:
+                if slots[t] > LAST_SKIPPED:
+                    store_state(
+                        p_pool + slots[t] * stride_htn, h, KEY_FIRST, CHAIN, TILE, stride_htk,
+                        POLICY
+                    )  # fmt: skip
         p_q += TOKENS * gl.cast(stride_qt, gl.int64)
         p_k += TOKENS * gl.cast(stride_kt, gl.int64)
         p_v += TOKENS * wide_vt
         p_g += TOKENS * gl.cast(stride_gt, gl.int64)
         p_beta += TOKENS * gl.cast(stride_bt, gl.int64)
         meet()
-    if slot > LAST_SKIPPED:
-        p_ht = p_pool + slot * stride_htn
-        if KEY_FIRST:
-            for i in gl.static_range(CHANNELS):
-                gl.store(p_ht + i * LANES * stride_htk, h[i], eviction_policy=POLICY)
-        else:
-            for i in gl.static_range(CHANNELS // CHAIN):
-                tile = gl.convert_layout(joined(h, i * CHAIN, CHAIN), TILE)
-                gl.store(p_ht + i * LANES * CHAIN, tile, eviction_policy=POLICY)
+    if not EVERY_TOKEN:
+        if slot > LAST_SKIPPED:
+            store_state(p_pool + slot * stride_htn, h, KEY_FIRST, CHAIN, TILE, stride_htk, POLICY)
