@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from benchmarks import decode, layer, plot, rows, vllm_engine
+from benchmarks import decode, layer, layer_calls, plot, rows, vllm_engine
 from benchmarks.backward import TRITON as BACKWARD_TRITON
 from benchmarks.decode_calls import keeps_last_state
 from benchmarks.peers import PEERS
@@ -332,14 +332,19 @@ def made_on(records: list[Record]) -> str:
 
 
 def layer_table(files: Iterable[Path]) -> str:
-    """The decode steps of the newest records of a layer that have some."""
-    records = newest_layer(files, "decode", "drafts")
+    """The steps of the newest records of a layer that have some."""
+    kinds = layer_calls.STEPS
+    records = newest_layer(files, *kinds)
     if not records:
         return ""
-    steps = [x for x in records if x.get("what") in ("decode", "drafts")]
-    names = list(dict.fromkeys(name for x in steps for name in x["results"]))
-    notes = "".join(f"\n{x['text']}\n" for x in records if x["kind"] == "note")
-    return f"{made_on(records)}{layer.tables(steps, names)}\n{notes}"
+    texts = []
+    for whats in (kinds[:1], kinds[1:]):
+        steps = [x for x in records if x.get("what") in whats]
+        timed = (name for x in steps for name, row in x["results"].items() if "time" in row)
+        if names := list(dict.fromkeys(timed)):
+            texts.append(layer.tables(steps, names) + "\n")
+    notes = (f"{x['text']}\n" for x in records if x["kind"] == "note")
+    return made_on(records) + "\n".join([*texts, *notes])
 
 
 def prefill_table(files: Iterable[Path]) -> str:

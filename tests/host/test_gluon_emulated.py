@@ -1,7 +1,8 @@
 """The Gluon kernels without a GPU: tests/support/gluon_emulated.py, gluon_walks.py,
 gluon_backward.py, gluon_window.py and gluon_several.py run the PTX that Triton makes of them on a
 CPU, in a process of its own, since Triton decides on import between its interpreter and its
-compiler. gluon_launches.py holds the emulator to what it finds between launches. Needs g++."""
+compiler. emulated_layer.py does the same for the forms of a layer's step. gluon_launches.py holds
+the emulator to what it finds between launches. Needs g++."""
 
 import os
 import platform
@@ -30,6 +31,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
         "gluon_backward",
         "gluon_window",
         "gluon_several",
+        "emulated_layer",
     ],
 )
 def test_emulated(module: str) -> None:

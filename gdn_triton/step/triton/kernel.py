@@ -14,6 +14,7 @@ q, k, v, the states and o have the same bits as those of `causal_conv1d_update` 
 bits, because the order of that sum depends on the register layout of a head.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -204,8 +205,25 @@ def shares_rows(p: LayerProblem, warps: int) -> bool:
     return not p.state_v_first and warps > 1
 
 
-# The warps of a program in a batch whose programs all run at once, and in a larger batch.
-FEW_WARPS, MANY_WARPS = 8, 4
+class ManyForm(NamedTuple):
+    """The most programs of a multiprocessor with value-first states for which a form is the
+    fastest, the warps that share a tile of a value head, and whether a program loads a tile while
+    it uses the tile before."""
+
+    programs: float
+    warps: int
+    prefetch: bool
+
+
+# The key is the itemsize of the states. One tile per head is faster while a multiprocessor has one
+# program, or two with 16-bit states. With a few more programs narrow tiles with prefetching are
+# faster, and with many programs float32 tiles without it: then a thread has 128 registers instead
+# of 235, and four programs run at once instead of two. On an H200 1024 float32 programs of two
+# value heads took 72 us with 4 warps, 73 with 2, 83 with 4 and prefetching; 512 took 38, 37 and 44.
+VALUE_FIRST_FORMS = {
+    4: (ManyForm(1, 8, True), ManyForm(4, 2, True), ManyForm(math.inf, 4, False)),
+    2: (ManyForm(2, 8, True), ManyForm(math.inf, 4, True)),
+}
 # Below this number of programs the registers of a prefetched float32 tile cost more time than
 # waiting for its loads.
 LEAST_TO_PREFETCH = 32
@@ -214,19 +232,17 @@ LEAST_TO_PREFETCH = 32
 def layer_form(p: LayerProblem) -> LayerForm:
     """Returns the form of the kernel, derived from `recurrent_form`. With value-first states a warp
     computes the sums over K alone. Therefore a program can have more warps, which share the columns
-    of a head.
-
-    Measured on an H100: one tile per head is faster while all programs run at once, which means one
-    program per multiprocessor with float32 states and two with 16-bit states. With more programs,
-    tiles of half a head are faster: more programs fit a multiprocessor, and some load while others
-    compute."""
+    of a head."""
     form = wide_form(p)
     BK, BV, warps = form.tile.BK, form.tile.BV, form.tile.num_warps
-    programs, narrow = p.N * p.H, p.state_dtype.itemsize == 2
+    programs, itemsize = p.N * p.H, p.state_dtype.itemsize
+    prefetch = True
     if p.state_v_first:
-        few = programs <= gpu_of(p.device).multiprocessors * (2 if narrow else 1)
-        more = min(FEW_WARPS if few else MANY_WARPS, max(1, triton.next_power_of_2(p.V) // BV))
+        most = programs / gpu_of(p.device).multiprocessors
+        many = next(x for x in VALUE_FIRST_FORMS[itemsize] if most <= x.programs)
+        more = min(many.warps, max(1, triton.next_power_of_2(p.V) // BV))
         BV, warps = BV * more, warps * more
+        prefetch = many.prefetch and (itemsize == 2 or programs >= LEAST_TO_PREFETCH)
     parts = -(-p.V // BV)
     return LayerForm(
         BK=BK,
@@ -234,7 +250,7 @@ def layer_form(p: LayerProblem) -> LayerForm:
         warps=warps,
         parts=parts,
         tiles=triton.next_power_of_2(p.HV // p.H * parts),
-        prefetch=narrow or not p.state_v_first or programs >= LEAST_TO_PREFETCH,
+        prefetch=prefetch,
         fold=form.fold,
     )
 

@@ -183,6 +183,7 @@ inline uint32_t ex2_approx_f32(uint32_t a) { return bits(std::exp2(f(a))); }
 inline uint32_t flushed(uint32_t a) { return (a & 0x7f800000u) ? a : a & 0x80000000u; }
 inline uint32_t rsqrt_approx_ftz_f32(uint32_t a) { return flushed(rsqrt_approx_f32(flushed(a))); }
 inline uint32_t ex2_approx_ftz_f32(uint32_t a) { return flushed(ex2_approx_f32(flushed(a))); }
+inline uint32_t rcp_approx_ftz_f32(uint32_t a) { return flushed(bits(1 / f(flushed(a)))); }
 inline uint32_t fma_rn_ftz_f32(uint32_t a, uint32_t b, uint32_t c) {
   return flushed(fma_rn_f32(flushed(a), flushed(b), flushed(c)));
 }
