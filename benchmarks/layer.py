@@ -1,19 +1,19 @@
 """The Gated DeltaNet part of a Qwen3-Next layer, beside the kernels of vLLM and SGLang.
 
     python -m benchmarks.layer [--engines FOLDER] [--heads 16/32 4/8] [--tokens 8192]
-        [--prefills 1 8] [--decodes 1 8 64 256] [--kinds decode drafts tree] [--pools float32]
+        [--prefills 1 8] [--decodes 1 8 64 256] [--kinds decode drafts] [--pools float32]
         [--jsonl FILE] [--turns FILE] [--dry-run]
 
 From mixed_qkv, behind the projection, to what goes into the output's projection: convolution,
 preparation, rule, gated norm; K = V = 128, 4 taps, bf16, float32 states and those of other pools
 that are named, gates of a model; 16/32 heads are the model's, 4/8 those of one of four ranks. A
-prefill is of 8192 tokens of 1 or 8 new sequences, and a decode step of one token of 1 to 256. Steps
-of 4 tokens a sequence (drafts with a slot for each state, drafts of which the last state is kept,
-trees) and of 1 to 4 packed ones are ours alone here, in one launch where that is chosen, and in
-three. Each row: microseconds of a replay of the call as a CUDA graph with a cold L2, the
-implementations in turns, and the kernels that it launches, with the time of each kernel of an eager
-call; the median, and with a window the mean without the slowest 5 of 90 rounds, as the step of some
-rounds folds.
+prefill is of 8192 tokens of 1 or 8 new sequences, and a decode step of one token of 1 to 256. Only
+this package is timed for steps of several tokens: four tokens of each sequence (drafts with a slot
+for each state, drafts of which the last state is kept, trees), or packed sequences of 1 to 4
+tokens. Such a step is timed as the call chooses its launches, and in three launches. Each row:
+microseconds of a replay of the call as a CUDA graph with a cold L2, the implementations in turns,
+and the kernels that it launches, with the time of each kernel of an eager call; the median, and
+with a window the mean without the slowest 5 of 90 rounds, as the step of some rounds folds.
 
 FOLDER is what `python -m benchmarks.engines` makes. The engines' calls are those of their layers:
 vLLM's gathers, zeroing and scatter of states are among them, and what an engine computes once a

@@ -19,9 +19,9 @@ W = 4
 EPS = 1e-6
 CHECKED = 200  # tokens of a prefill's first sequence, and sequences of a step, that are compared
 ROWS = 16  # of a window
-# The kinds of steps: one token of each sequence, or several. Then a slot is kept for the state
-# after each token, of which all were accepted in the step before, or the last state alone is kept,
-# or the tokens are the nodes of a tree, or the sequences have different numbers of tokens.
+# The kinds of steps. DECODE: one token of each sequence. DRAFTS: slots keep the state after each
+# token, and all tokens of the step before were accepted. LAST: only the last state is kept. TREE:
+# the tokens are nodes of a tree. PACKED: the sequences have different numbers of tokens.
 DECODE, DRAFTS, LAST, TREE, PACKED = "decode", "drafts", "last state", "tree", "packed"
 STEPS = (DECODE, DRAFTS, LAST, TREE, PACKED)
 PARENTS = (-1, 0, 0, 1)  # of the nodes of a tree
@@ -83,7 +83,8 @@ def lengths_of(what: str, N: int) -> list[int]:
 def make_step(
     sizes: Sizes, what: str, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """what: of STEPS, whose sequences continue from states, or "": they begin."""
+    """what: of STEPS, whose sequences continue from states, or "" for a prefill, whose sequences
+    begin."""
     N, T = len(lengths), sum(lengths)
     rand = Random(0, device)
 

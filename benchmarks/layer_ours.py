@@ -36,9 +36,9 @@ def ours(step: Step) -> Call:
 
 def ours_in_three(step: Step) -> Call:
     if step.what not in STEPS:
-        raise NotImplementedError("a prefill is never one launch")
+        raise NotImplementedError("a prefill always makes several launches")
     if step.what == DECODE:
-        raise NotImplementedError("one token is one launch without counters too")
+        raise NotImplementedError("one token makes one launch without counters too")
     return stepped(step, counters=False)
 
 
@@ -71,7 +71,7 @@ def ours_with_window(step: Step) -> WindowCall:
     positions = torch.zeros(N, dtype=torch.int32, device=device)
     restart_window(window, step.slots, positions)
     call = stepped(step, counters=False, window=window, positions=positions)
-    return WindowCall(call, positions, step.cu_seqlens.diff().int())
+    return WindowCall(call, positions, step.cu_seqlens.diff())
 
 
 def prefilled(step: Step) -> Call:
@@ -121,7 +121,7 @@ def prefilled(step: Step) -> Call:
 
 def stepped(step: Step, *, counters: bool, **window: Any) -> Call:
     """A step of any kind. Without a window a slot of its own keeps the state after each draft, or
-    after each node of a tree. Slot 0 is nobody's, as in vLLM."""
+    after each node of a tree. No sequence uses slot 0, as in vLLM."""
     N, T, slots, what = len(step.lengths), max(step.lengths), step.slots, step.what
     pool, read, conv_state = step.state, slots, step.conv_state.mT
     rest = dict(window)
@@ -174,7 +174,7 @@ def stepped(step: Step, *, counters: bool, **window: Any) -> Call:
 
 
 def moved(pool: Tensor, slots: Tensor, to: Tensor, count: int) -> Tensor:
-    """A pool of so many slots, in which the states of the first slots are in others."""
+    """A pool of `count` slots with the states of `slots` in the slots `to`, and zeros elsewhere."""
     result = pool.new_zeros(count, *pool.shape[1:])
     result[to.long()] = pool[slots.long()]
     return result

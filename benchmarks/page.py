@@ -333,12 +333,13 @@ def made_on(records: list[Record]) -> str:
 
 def layer_table(files: Iterable[Path]) -> str:
     """The steps of the newest records of a layer that have some."""
-    kinds = layer_calls.STEPS
-    records = newest_layer(files, *kinds)
+    records = newest_layer(files, *layer_calls.STEPS)
     if not records:
         return ""
     texts = []
-    for whats in (kinds[:1], kinds[1:]):
+    # The engines' kernels are timed for one token only.
+    several = [what for what in layer_calls.STEPS if what != layer_calls.DECODE]
+    for whats in ([layer_calls.DECODE], several):
         steps = [x for x in records if x.get("what") in whats]
         timed = (name for x in steps for name, row in x["results"].items() if "time" in row)
         if names := list(dict.fromkeys(timed)):

@@ -32,26 +32,33 @@ def test_dry_run(
 ) -> None:
     monkeypatch.setenv("GDN_BACKEND", "reference")
     path = tmp_path / "layer.jsonl"
-    layer.main(["--dry-run", "--pools", "float32", "float16", "--jsonl", str(path)])
+    options = ["--dry-run", "--pools", "float32", "float16", "--kinds", *layer.STEPS]
+    layer.main([*options, "--jsonl", str(path)])
     head, *records = read(path)
     assert head["missing"] == [
         f"{name}: not measured: --engines names no folder" for name in ("vllm", "sglang")
     ]
     calls = [(x["what"], x["sequences"], x["tokens"], x["heads"], x["pool"]) for x in records]
+    tokens = {"decode": 3, "drafts": 12, "last state": 12, "tree": 12, "packed": 8}
     assert calls == [
         ("prefill", 1, 70, "1/2", "float32"),
         ("prefill", 2, 70, "1/2", "float32"),
-        ("decode", 3, 3, "1/2", "float32"),
-        ("decode", 3, 3, "1/2", "float16"),
-        ("drafts", 3, 12, "1/2", "float32"),
-        ("drafts", 3, 12, "1/2", "float16"),
+        *(
+            (what, 3, count, "1/2", pool)
+            for what, count in tokens.items()
+            for pool in ("float32", "float16")
+        ),
     ]
     for record in records:
         ours = record["results"]["gdn_triton"]
         assert ours["time"] > 0 and ours["error"] < 5e-3 and ours["launches"] is None
         assert ours["kernels"] == {}
-        windowed = record["results"]["gdn_triton, with a window"]
-        assert ("time" in windowed) == (record["what"] != "prefill")
+        timed = {name for name, row in record["results"].items() if "time" in row}
+        has_window = record["what"] in ("decode", "drafts", "packed")
+        assert ("gdn_triton, with a window" in timed) == has_window
+        in_three = record["what"] not in ("prefill", "decode")
+        assert ("gdn_triton, three launches" in timed) == in_three
+        assert all(row.get("error", 0) < 5e-3 for row in record["results"].values())
     assert "| decode | 3 | 3 | 1/2 | float16 | " in capsys.readouterr().out
     text = page.rows_page(path)
     assert text.startswith("# The Gated DeltaNet part of a layer\n")
@@ -84,7 +91,7 @@ def test_a_wrong_one_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: 1.05 * call()
 
     makers: dict[str, Any] = {"gdn_triton": layer.ours, "wrong": wrong}
-    record = layer.measure(layer.Sizes(1, 2, 16, 16), [1, 1], device, makers, 1)
+    record = layer.measure(layer.Sizes(1, 2, 16, 16), "decode", [1, 1], device, makers, 1)
     assert "time" in record["results"]["gdn_triton"]
     assert "differs by 5" in record["results"]["wrong"]["skipped"]
 
@@ -107,7 +114,11 @@ def test_no_wheels(tmp_path: Path) -> None:
 
 def test_no_files(no_engines: None, tmp_path: Path) -> None:
     made, _, missing = layer.makers_of(tmp_path)
-    assert list(made) == ["gdn_triton", "gdn_triton, with a window"]
+    assert list(made) == [
+        "gdn_triton",
+        "gdn_triton, three launches",
+        "gdn_triton, with a window",
+    ]
     assert [line.split(" No module")[0] for line in missing] == [
         "vllm: not measured:",
         "sglang: not measured:",
@@ -183,7 +194,7 @@ def test_engines(
     device = layer.device_for(dry_run=True)
     maker = {"vllm": layer.vllm, "sglang": layer.sglang}[name]
     makers: dict[str, Any] = {"engine": lambda step: maker(step, run)}
-    for lengths in ([1, 1, 1], [35, 35]):
-        record = layer.measure(layer.Sizes(1, 2, 16, 16), lengths, device, makers, 1)
+    for what, lengths in (("decode", [1, 1, 1]), ("", [35, 35])):
+        record = layer.measure(layer.Sizes(1, 2, 16, 16), what, lengths, device, makers, 1)
         row = record["results"]["engine"]
         assert "skipped" not in row and row["error"] < GATE, row

@@ -488,7 +488,13 @@ def test_prefills_and_steps_of_a_layer_come_from_separate_records(tmp_path: Path
         layer_records(tmp_path / "new.jsonl", "2026-02-01", "prefill", {"gdn_triton": ours}),
         layer_records(tmp_path / "old.jsonl", "2026-01-01", "decode", {"gdn_triton": other}),
     ]
-    assert "| decode | 1 | 1000 | 16/32 | float32 | 100.0 (16) |" in page.layer_table(files)
+    drafts = {"kind": "layer", "what": "drafts", "sequences": 1, "tokens": 4, "heads": "4/8"}
+    drafts["results"] = {"gdn_triton": {"time": 8.0, "launches": 1}, "vLLM": {"skipped": "no"}}
+    with files[1].open("a") as file:
+        file.writelines(f"{json.dumps(x)}\n" for x in (drafts, {"kind": "note", "text": "A note."}))
+    steps = page.layer_table(files)
+    assert "| decode | 1 | 1000 | 16/32 | float32 | 100.0 (16) |" in steps
+    assert "| states | gdn_triton |\n" in steps and steps.endswith("\nA note.\n")
     text = page.prefill_table(files)
     assert "| 16/32 | 1 | 50 (5) | 10 (83%) | 12 (50%) | 28 |" in text
     assert page.layer_table(files[:1]) == page.prefill_table(files[1:]) == ""

@@ -32,9 +32,9 @@ K = V = 128
 KERNEL = "recurrent_several_fwd_kernel"
 LENGTHS = (4, 7, 0, 3, 1)
 
-# The slots of a call: each state returns to its own slot, or goes to another one. Or the states
-# after all tokens go to the slots of `write_slots`, or to those of which `num_accepted_tokens`
-# names one to read.
+# "own": each state returns to its own slot. "other": it goes to another slot. "every": the state
+# after each token goes to a slot of `write_slots`. "accepted": it goes to a slot of `read_slots`,
+# of which `num_accepted_tokens` names the one to read.
 Slots = Literal["own", "other", "every", "accepted"]
 
 
@@ -60,11 +60,12 @@ def make_call(
     apart: bool = False,
 ) -> StepCall:
     """5 sequences of 4 value heads. norm: with 2 key heads, of a mixed call with every option,
-    dt_bias only if the states go to other slots; otherwise as many key heads. tokens: of each
-    sequence; 0: packed, LENGTHS. apart: no state begins at a multiple of 16 bytes."""
+    dt_bias unless `slots` is "own"; otherwise as many key heads. tokens: of each sequence; 0:
+    packed, LENGTHS. apart: no state begins at a multiple of 16 bytes. Of the numbers of accepted
+    tokens two are out of range, and the sequence with the most tokens has more than columns."""
     N, H, HV = 5, 2 if norm else 4, 4
     torch.manual_seed(seed)
-    rows, columns = sum(LENGTHS) + 2, tokens or max(LENGTHS)
+    rows, columns = sum(LENGTHS) + 2, max(2, (tokens or max(LENGTHS)) - 1)
     lead = (N, tokens) if tokens else (rows,)
     mixed = torch.randn(*lead, 2 * H * K + HV * V + 8).bfloat16()[..., 8:]
     q, k, v = mixed.split((H * K, H * K, HV * V), -1)
@@ -82,9 +83,8 @@ def make_call(
         write[0, 1] = write[-1, -2] = -1
     elif slots == "accepted":
         read = order[: N * columns].view(N, columns).clone()
-        read[0, 2] = -1
-        # The second one reads no state.
-        accepted = torch.tensor([1, 0, 2, columns, 3], dtype=torch.int32)
+        read[0, 1] = -1
+        accepted = torch.tensor([1, columns, -1, 2, columns + 1], dtype=torch.int32)
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     x = Operands(
         q=mixed if norm else q,
@@ -132,7 +132,8 @@ def forms(every_token: bool) -> Iterator[Case[SeveralForm]]:
 
 
 def shapes() -> Iterator[tuple[torch.dtype, bool, SeveralForm, bool]]:
-    """Every form of the kernel, last the one for the states after every token."""
+    """Every form of the kernel, and whether the state after every token is kept. The forms that
+    keep the last state come first."""
     for every_token in (False, True):
         for case in forms(every_token):
             yield *case, every_token

@@ -147,10 +147,11 @@ def drafts_forms() -> Iterator[Case[WindowForm]]:
 def main() -> int:
     failed = 0
     cases = itertools.chain(
-        itertools.product(forms(), (True, False), (1,)),
-        itertools.product(drafts_forms(), (True, False), (4, 0, 2)),
+        itertools.product(forms(), (1,)), itertools.product(drafts_forms(), (4, 0, 2))
     )
-    for seed, ((dtype, v_first, form), norm, tokens) in enumerate(cases):
+    for seed, ((dtype, v_first, form), tokens) in enumerate(cases):
+        # Each number of tokens has calls with the norm and without it.
+        norm = seed % 2 == 1
         call = make_call(dtype, v_first=v_first, norm=norm, seed=seed, tokens=tokens)
         wrong = differences(run(call, form, seed), run(call, None, seed))
         failed += bool(wrong)

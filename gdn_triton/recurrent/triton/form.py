@@ -173,11 +173,11 @@ def _key_first_form(
 
 
 class SeveralForm(NamedTuple):
-    """The form of a program of `hopper/several.py`. Four times as many columns as those of a thread
-    are a warp's. The form changes no bit."""
+    """The form of a program of `hopper/several.py`. A warp has four groups of eight threads, and
+    the threads of a group share `columns` columns of a state. The form changes no bit."""
 
     warps: int
-    columns: int  # of a thread
+    columns: int
 
     @property
     def BV(self) -> int:
@@ -185,17 +185,18 @@ class SeveralForm(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """The most registers of a thread. With 168 instead of 128 fewer programs run at once, and
-        2048 states took 1.02 to 1.08 times as long on an H200."""
+        """The most registers of a thread. One or two columns need 96. With four columns and 168
+        registers instead of 128 nearly nothing is spilled, but fewer programs run at once, and 2048
+        states took 1.02 to 1.08 times as long on an H200."""
         return 128 if self.columns == 4 else 96
 
 
-SEVERAL_HALF = SeveralForm(warps=2, columns=2)
+SEVERAL_HALF = SeveralForm(warps=2, columns=2)  # has half the warps of the others
 SEVERAL_1, SEVERAL_2, SEVERAL_4 = (SeveralForm(warps=4, columns=i) for i in (1, 2, 4))
 # The key is the itemsize of the states, whether they are value-first, and whether the state after
-# every token is kept. The value has the most states of a call for which a form is used. With None
+# every token is kept. A form serves calls of at most the number of states before it, and with None
 # `kernel.py` is faster. These forms were the fastest on an H200 for steps of four tokens. With few
-# states more threads share the columns of a state.
+# states a thread has fewer columns, so that more threads compute at once.
 SEVERAL_FORMS: dict[tuple[int, bool, bool], tuple[tuple[float, SeveralForm | None], ...]] = {
     (4, True, False): ((8, SEVERAL_1), (128, SEVERAL_2), (math.inf, SEVERAL_4)),
     (4, False, False): ((64, SEVERAL_2), (math.inf, SEVERAL_4)),
@@ -212,7 +213,8 @@ def several_form(
     itemsize: int, state_v_first: bool, states: int, *, every_token: bool
 ) -> SeveralForm | None:
     """Returns the form of a call that runs the kernel of `hopper/several.py`, or None where
-    `kernel.py` is faster. It has the bits of `recurrent_form`."""
+    `kernel.py` is faster. The kernel has the bits of `kernel.py` in the form of
+    `recurrent_form`."""
     forms = SEVERAL_FORMS[itemsize, state_v_first, every_token]
     return next(form for most, form in forms if states <= most)
 

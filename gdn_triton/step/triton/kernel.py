@@ -205,24 +205,30 @@ def shares_rows(p: LayerProblem, warps: int) -> bool:
     return not p.state_v_first and warps > 1
 
 
-class ManyForm(NamedTuple):
-    """The most programs of a multiprocessor with value-first states for which a form is the
-    fastest, the warps that share a tile of a value head, and whether a program loads a tile while
-    it uses the tile before."""
+class ValueFirstForm(NamedTuple):
+    """The most programs a multiprocessor for which a form of value-first states is the fastest, the
+    warps that share a tile, and whether a program loads a tile while it uses the tile before."""
 
     programs: float
     warps: int
     prefetch: bool
 
 
-# The key is the itemsize of the states. One tile per head is faster while a multiprocessor has one
-# program, or two with 16-bit states. With a few more programs narrow tiles with prefetching are
-# faster, and with many programs float32 tiles without it: then a thread has 128 registers instead
-# of 235, and four programs run at once instead of two. On an H200 1024 float32 programs of two
+# The key is the itemsize of the states. One tile a head is faster while a multiprocessor has one
+# program, or two with 16-bit states. With up to four float32 programs narrow tiles are faster. With
+# more, tiles that are not prefetched are the fastest, because a thread then has 128 registers
+# instead of 235, and four programs run at once instead of two. On an H200 1024 programs of two
 # value heads took 72 us with 4 warps, 73 with 2, 83 with 4 and prefetching; 512 took 38, 37 and 44.
 VALUE_FIRST_FORMS = {
-    4: (ManyForm(1, 8, True), ManyForm(4, 2, True), ManyForm(math.inf, 4, False)),
-    2: (ManyForm(2, 8, True), ManyForm(math.inf, 4, True)),
+    4: (
+        ValueFirstForm(programs=1, warps=8, prefetch=True),
+        ValueFirstForm(programs=4, warps=2, prefetch=True),
+        ValueFirstForm(programs=math.inf, warps=4, prefetch=False),
+    ),
+    2: (
+        ValueFirstForm(programs=2, warps=8, prefetch=True),
+        ValueFirstForm(programs=math.inf, warps=4, prefetch=True),
+    ),
 }
 # Below this number of programs the registers of a prefetched float32 tile cost more time than
 # waiting for its loads.
@@ -238,11 +244,11 @@ def layer_form(p: LayerProblem) -> LayerForm:
     programs, itemsize = p.N * p.H, p.state_dtype.itemsize
     prefetch = True
     if p.state_v_first:
-        most = programs / gpu_of(p.device).multiprocessors
-        many = next(x for x in VALUE_FIRST_FORMS[itemsize] if most <= x.programs)
-        more = min(many.warps, max(1, triton.next_power_of_2(p.V) // BV))
+        each = programs / gpu_of(p.device).multiprocessors
+        found = next(x for x in VALUE_FIRST_FORMS[itemsize] if each <= x.programs)
+        more = min(found.warps, max(1, triton.next_power_of_2(p.V) // BV))
         BV, warps = BV * more, warps * more
-        prefetch = many.prefetch and (itemsize == 2 or programs >= LEAST_TO_PREFETCH)
+        prefetch = found.prefetch and (itemsize == 2 or programs >= LEAST_TO_PREFETCH)
     parts = -(-p.V // BV)
     return LayerForm(
         BK=BK,

@@ -63,18 +63,19 @@ def tokens_form(p: LayerProblem, warps: int = MOST_WARPS) -> TokensForm:
     return TokensForm(form.tile.BK, BV * warps, warps, form.fold)
 
 
-# The largest number of programs in one launch, by the bytes of an element of the states. Measured
-# on an H100 and an H200 with 2, 4 and 8 tokens: up to 256 programs take 0.63 to 0.97 of the time of
-# three launches, with num_accepted_tokens 0.72 to 0.92, and trees 0.67 to 0.86; key-first drafts
-# 0.84 to 0.97, and packed ones of 1 to 4 tokens 0.72 to 0.82. With 512 programs most calls take
-# more, because every program repeats the convolution of q and k.
+# The largest number of programs in one launch, by the bytes of an element of the states. On an H200
+# up to 256 programs of four tokens took 0.70 to 0.86 of the time of three launches
+# (`python -m benchmarks.layer`); key-first drafts, with an older kernel in three launches, 0.84 to
+# 0.97. With 512 programs most calls took more, because every program repeats the convolution of q
+# and k.
 MOST_PROGRAMS = {4: 256, 2: 256}
 # The same with num_accepted_tokens, or for trees, of more than FEW_TOKENS tokens: 0.71 to 0.91 with
 # 8 tokens, and up to 1.14 with twice as many programs, of which one fits a multiprocessor.
 MOST_DRAFTS = {4: 128, 2: 128}
 FEW_TOKENS = 4
 # The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.77 of its time with
-# float32 states and 0.67 to 0.77 with bfloat16 states; with twice as many programs 0.85 to 1.26.
+# float32 states and 0.67 to 0.77 with bfloat16 states. With twice as many programs an older form of
+# that kernel took 0.8 to 1.2 times as long.
 # Key-first float32 states take 0.73 to 0.83, and bfloat16 states 0.76 to 0.85 of three functions.
 MOST_ONE_TOKEN = {4: 256, 2: 256}
 # The largest numbers of tokens and of programs with a window: 0.87 to 0.99 of the time of three

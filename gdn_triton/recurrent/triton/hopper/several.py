@@ -239,8 +239,8 @@ def recurrent_several_fwd_kernel(
     dtype: gl.constexpr = state.dtype.element_ty
     CHAIN: gl.constexpr = chained(KEY_FIRST, dtype.primitive_bitwidth)
 
-    # A thread has 1, 2 or 4 columns of the state. Of these it has chains of neighbouring rows if
-    # the state is value-first, and every LANES-th row otherwise.
+    # A thread has 1, 2 or 4 columns of the state. It has chains of neighbouring rows of its columns
+    # if the state is value-first, and every LANES-th row of them otherwise.
     OF_THREAD: gl.constexpr = BV // (4 * NW)
     PIECE: gl.constexpr = gl.BlockedLayout(
         [OF_THREAD, 1], [4, LANES], [NW, 1], [0, 1] if KEY_FIRST else [1, 0]
