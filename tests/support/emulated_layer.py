@@ -13,25 +13,16 @@ from unittest import mock
 import torch
 from emulator.gluon import emulated
 from gluon_window import differences
+from target_layers import options_of
 from torch import Tensor
 
 from gdn_triton.step import parts
-from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions
+from gdn_triton.step.problem import LayerCall, LayerOperands
 from gdn_triton.step.triton import kernel
 from gdn_triton.step.validation import validate_layer
 
 H, HV, K, V, W = 1, 2, 128, 128, 4
 D = 2 * H * K + HV * V
-OPTIONS = LayerOptions(
-    activation="silu",
-    norm_eps=1e-6,
-    norm_activation="silu",
-    allow_neg_eigval=False,
-    use_qk_l2norm_in_kernel=True,
-    scale=None,
-    state_v_first=True,
-    skip="negative",
-)
 
 
 def make_call(dtype: torch.dtype) -> LayerCall:
@@ -54,7 +45,7 @@ def make_call(dtype: torch.dtype) -> LayerCall:
         counters=None,
         out=torch.full((N, HV, V), torch.nan).bfloat16(),
     )
-    return LayerCall(x, OPTIONS)
+    return LayerCall(x, options_of(v_first=True))
 
 
 def results(call: LayerCall, y: Tensor) -> dict[str, Tensor]:
@@ -67,7 +58,7 @@ def run(dtype: torch.dtype, form: kernel.ValueFirstForm, seed: int) -> dict[str,
     """y and the pools. seed: of the order in which the warps run."""
     call = make_call(dtype)
     with (
-        mock.patch.dict(kernel.VALUE_FIRST_FORMS, {dtype.itemsize: (form,)}),
+        mock.patch.dict(kernel.VALUE_FIRST_FORMS, {(dtype.itemsize, False): (form,)}),
         mock.patch.object(kernel, "LEAST_TO_PREFETCH", 0),
         emulated({}, seed=seed),
     ):
@@ -81,7 +72,7 @@ def main() -> int:
         # Programs of few heads prefetch no float32 tile.
         chosen = {
             (form.warps, form.prefetch and prefetch)
-            for form in kernel.VALUE_FIRST_FORMS[dtype.itemsize]
+            for form in kernel.VALUE_FIRST_FORMS[dtype.itemsize, False]
             for prefetch in (True, dtype == torch.bfloat16)
         }
         forms = [

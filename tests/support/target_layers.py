@@ -15,6 +15,21 @@ def packed(x: Any) -> Any:
     return x._replace(**rows, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
 
 
+def options_of(v_first: bool) -> Any:
+    from gdn_triton.step.problem import LayerOptions
+
+    return LayerOptions(
+        activation="silu",
+        norm_eps=1e-6,
+        norm_activation="silu",
+        allow_neg_eigval=False,
+        use_qk_l2norm_in_kernel=True,
+        scale=None,
+        state_v_first=v_first,
+        skip="negative",
+    )
+
+
 def run_layer_step(shape: Shape, pools: Collection[tuple[bool, torch.dtype]]) -> None:
     """A layer's step from pools (`POOLS` of target_calls.py), of a batch and of a large one, of one
     token and of several; where its kernel takes the shape."""
@@ -22,7 +37,7 @@ def run_layer_step(shape: Shape, pools: Collection[tuple[bool, torch.dtype]]) ->
     from gdn_triton.recurrent.validation import validate_step
     from gdn_triton.recurrent.window import make_window
     from gdn_triton.step.backends import kernel_refusal, load_triton
-    from gdn_triton.step.problem import LayerCall, LayerOperands, LayerOptions, step_arguments
+    from gdn_triton.step.problem import LayerCall, LayerOperands, step_arguments
     from gdn_triton.step.triton import tokens_plan
     from gdn_triton.step.triton.window import plan_norm
     from gdn_triton.step.validation import validate_layer
@@ -47,16 +62,7 @@ def run_layer_step(shape: Shape, pools: Collection[tuple[bool, torch.dtype]]) ->
             norm_weight=torch.empty(V) if v_first else None,
             counters=None,
         )
-        options = LayerOptions(
-            activation="silu",
-            norm_eps=1e-6,
-            norm_activation="silu",
-            allow_neg_eigval=False,
-            use_qk_l2norm_in_kernel=True,
-            scale=None,
-            state_v_first=v_first,
-            skip="negative",
-        )
+        options = options_of(v_first)
         records = make_window(N, H, HV, K, V, shape.dtype, "cpu")
         positions = torch.zeros(N, dtype=torch.int32)
         calls = [LayerCall(operands, options)]

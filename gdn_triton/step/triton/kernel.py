@@ -214,21 +214,25 @@ class ValueFirstForm(NamedTuple):
     prefetch: bool
 
 
-# The key is the itemsize of the states. One tile a head is faster while a multiprocessor has one
-# program, or two with 16-bit states. With up to four float32 programs narrow tiles are faster. With
-# more, tiles that are not prefetched are the fastest, because a thread then has 128 registers
-# instead of 235, and four programs run at once instead of two. On an H200 1024 programs of two
-# value heads took 72 us with 4 warps, 73 with 2, 83 with 4 and prefetching; 512 took 38, 37 and 44.
+# The key is the itemsize of the states, and whether a key head has more than FEW_CHANNELS channels
+# of v. One tile a head is faster while a multiprocessor has one program, or two with 16-bit states.
+# With up to four float32 programs narrow tiles are faster. With more, tiles that are not prefetched
+# are the fastest, because a thread then has 128 registers instead of 235, and four programs run at
+# once instead of two. On an H200 1024 programs of two value heads took 72 us with 4 warps, 73 with
+# 2, 83 with 4 and prefetching; 512 took 38, 37 and 44. With more channels of v narrow tiles spill,
+# and tiles that are not prefetched take 168 registers, which was not timed.
+FEW_CHANNELS = 256
+ONE_TILE = ValueFirstForm(programs=1, warps=8, prefetch=True)
+HALF_TILES = ValueFirstForm(programs=math.inf, warps=4, prefetch=True)
 VALUE_FIRST_FORMS = {
-    4: (
-        ValueFirstForm(programs=1, warps=8, prefetch=True),
+    (4, False): (
+        ONE_TILE,
         ValueFirstForm(programs=4, warps=2, prefetch=True),
-        ValueFirstForm(programs=math.inf, warps=4, prefetch=False),
+        HALF_TILES._replace(prefetch=False),
     ),
-    2: (
-        ValueFirstForm(programs=2, warps=8, prefetch=True),
-        ValueFirstForm(programs=math.inf, warps=4, prefetch=True),
-    ),
+    (4, True): (ONE_TILE, HALF_TILES),
+    (2, False): (ONE_TILE._replace(programs=2), HALF_TILES),
+    (2, True): (ONE_TILE._replace(programs=2), HALF_TILES),
 }
 # Below this number of programs the registers of a prefetched float32 tile cost more time than
 # waiting for its loads.
@@ -245,7 +249,8 @@ def layer_form(p: LayerProblem) -> LayerForm:
     prefetch = True
     if p.state_v_first:
         each = programs / gpu_of(p.device).multiprocessors
-        found = next(x for x in VALUE_FIRST_FORMS[itemsize] if each <= x.programs)
+        key = itemsize, p.HV // p.H * p.V > FEW_CHANNELS
+        found = next(x for x in VALUE_FIRST_FORMS[key] if each <= x.programs)
         more = min(found.warps, max(1, triton.next_power_of_2(p.V) // BV))
         BV, warps = BV * more, warps * more
         prefetch = found.prefetch and (itemsize == 2 or programs >= LEAST_TO_PREFETCH)
