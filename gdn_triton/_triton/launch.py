@@ -16,13 +16,13 @@ from triton.runtime.jit import JITFunction
 
 from gdn_triton._host.launches import Again, recorder
 from gdn_triton._host.remembered import keep
-from gdn_triton._triton.tiles import UNFUSED, compiler
+from gdn_triton._triton.tiles import FUSED, compiler
 
 # The most variants that one Launch remembers. A few are normal, for dtypes, alignments and devices.
 MOST_VARIANTS = 64
 
 # The options of a launch that are no arguments of its kernel.
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", *UNFUSED)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", *FUSED)
 
 
 def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Launch:
     given: the kernel's first parameters, in its order: its pointers, each a tensor or None, then
         the numbers that it lists in ``do_not_specialize``.
     fixed: all its other parameters and the options (``num_warps``, ...), no tensor among them. Two
-        sets of them are two objects, which the caller keeps.
+        sets of them are two objects, which the caller keeps. `FUSED` is the default of its option.
 
     The first launch of a variant is Triton's own, which compiles it; later ones run what it
     returned. The variant depends on the current device, on each pointer (whether it is None, its
@@ -55,6 +55,7 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_given", "_kernel", "_pointers", "_values", "_variants")
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
+        fixed = FUSED | fixed
         self._compiled = isinstance(kernel, JITFunction)
         self._kernel = kernel
         self._fixed = fixed

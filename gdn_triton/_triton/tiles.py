@@ -46,6 +46,9 @@ class Tile(NamedTuple):
 # for bit: the compiler fuses no product with a sum, because it would choose other pairs in each
 # kernel. `tl.fma` stays fused.
 UNFUSED = {"enable_fp_fusion": False}
+# The option of all other kernels. Every launch has one of the two, because Triton's default depends
+# on TRITON_DEFAULT_FP_FUSION, and will change with Triton 3.10, of which 3.9 warns.
+FUSED = {"enable_fp_fusion": True}
 
 # KiB of shared memory that one block may use, by the architecture that Triton compiles for. A
 # kernel that needs more does not launch. A tile chosen for less is only slower.

@@ -47,11 +47,14 @@ class Compiled:
 
 @contextlib.contextmanager
 def compile_only(target: GPUTarget) -> Iterator[list[Compiled]]:
-    """Launches compile for `target`, are listed, and do nothing else."""
+    """Launches compile for `target`, are listed, and do nothing else. Each one says whether
+    products and sums are fused, because Triton's default depends on its release and on the
+    environment."""
     compiled: list[Compiled] = []
     run = JITFunction.run
 
     def compile_one(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert "enable_fp_fusion" in kwargs, f"{self.fn.__name__} has neither FUSED nor UNFUSED"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.append(Compiled(self.fn.__name__, kernel, tuple(grid)))
 

@@ -21,7 +21,7 @@ from gdn_triton._triton.strides import (
     row_arguments,
     row_strides,
 )
-from gdn_triton._triton.tiles import affine_bwd_config, affine_config, dot_precision, gpu_of
+from gdn_triton._triton.tiles import FUSED, affine_bwd_config, affine_config, dot_precision, gpu_of
 from gdn_triton.chunk.triton.shared.update import (
     solve_values,
     solve_values_bwd,
@@ -301,6 +301,7 @@ def affine_fwd(
         A_IS_STRICT=A_is_strict,
         HAS_SHIFTS=n_shifts > 0,
         **config.options,
+        **FUSED,
     )
     return offsets, shifts
 
@@ -361,5 +362,6 @@ def affine_bwd(
         PRECISION=dot_precision(dtype),
         A_IS_STRICT=A_is_strict,
         **config.options,
+        **FUSED,
     )
     return offsets

@@ -12,7 +12,7 @@ from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import taken_by
 from gdn_triton._triton.strides import named
-from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
+from gdn_triton._triton.tiles import FUSED, UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.ring_problem import RingOperands, RingProblem
 from gdn_triton.recurrent.triton.plan import strides
@@ -282,5 +282,11 @@ def fold(p: RingProblem, x: RingOperands) -> None:
             **tile,
         )
         ring_restart_kernel[(-(-p.N // BLOCK), 1, 1)](
-            **cursors, N=p.N, **places, R=p.L, LAST_SKIPPED=p.last_skipped, BLOCK=BLOCK
+            **cursors,
+            N=p.N,
+            **places,
+            R=p.L,
+            LAST_SKIPPED=p.last_skipped,
+            BLOCK=BLOCK,
+            **FUSED,
         )

@@ -11,7 +11,7 @@ from gdn_triton._host.gluon import gluon_refusal
 from gdn_triton._host.memory import count_writes
 from gdn_triton._triton.launch import Launch, taken_by
 from gdn_triton._triton.strides import named, state_strides
-from gdn_triton._triton.tiles import UNFUSED, compiler, dependent_launch, gpu_of
+from gdn_triton._triton.tiles import FUSED, UNFUSED, compiler, dependent_launch, gpu_of
 from gdn_triton.constants import L2NORM_EPS, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.recurrent.problem import (
     FoldOperands,
@@ -436,6 +436,7 @@ def fold_slots(problem: FoldProblem, x: FoldOperands) -> None:
             **places,
             LAST_SKIPPED=p.last_skipped,
             BLOCK=BLOCK,
+            **FUSED,
         )
 
 
@@ -462,4 +463,5 @@ def _accept(p: FoldProblem, x: FoldOperands, path: Tensor) -> None:
             R=p.window_rows,
             LAST_SKIPPED=p.last_skipped,
             BLOCK=MOVED,
+            **FUSED,
         )

@@ -24,7 +24,7 @@ from gdn_triton._triton.strides import (
     row_arguments,
     row_strides,
 )
-from gdn_triton._triton.tiles import dot_precision, gpu_of, pairs_bwd_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, gpu_of, pairs_bwd_config
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, diagonal
 
@@ -369,5 +369,6 @@ def pairs_bwd(
         PRECISION=dot_precision(dtype),
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
+        **FUSED,
     )
     return pairs

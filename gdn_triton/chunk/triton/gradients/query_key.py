@@ -26,7 +26,7 @@ from gdn_triton._triton.strides import (
     row_arguments,
     row_strides,
 )
-from gdn_triton._triton.tiles import dot_precision, query_key_bwd_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, query_key_bwd_config
 from gdn_triton.chunk.triton.gradients.pairs import Pairs
 from gdn_triton.chunk.triton.gradients.state import States
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
@@ -450,5 +450,6 @@ def query_key_bwd(
         PRECISION=dot_precision(states.h.dtype),
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
+        **FUSED,
     )
     return found

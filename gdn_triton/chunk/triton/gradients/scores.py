@@ -17,7 +17,7 @@ from gdn_triton._triton.strides import (
     row_arguments,
     row_strides,
 )
-from gdn_triton._triton.tiles import dot_precision, scores_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, scores_config
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, diagonal
 
@@ -125,5 +125,6 @@ def scores(
         PRECISION=dot_precision(dtype),
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
+        **FUSED,
     )
     return A_qk, own

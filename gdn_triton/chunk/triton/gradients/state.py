@@ -33,7 +33,7 @@ from gdn_triton._triton.strides import (
     row_strides,
     state_strides,
 )
-from gdn_triton._triton.tiles import dot_precision, gpu_of, state_bwd_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, gpu_of, state_bwd_config
 from gdn_triton.chunk.triton.gradients.gate import LEAST_BETA
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import sequence_span
@@ -492,5 +492,6 @@ def state_bwd(
             IS_VARLEN=chunks.cu_seqlens is not None,
             WALKS=walks,
             **tile.options,
+            **FUSED,
         )
     return states

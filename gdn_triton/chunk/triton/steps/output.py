@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn_triton._triton.strides import in_elements, row_arguments, row_strides
-from gdn_triton._triton.tiles import dot_precision, gpu_of, output_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, gpu_of, output_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs, store_zeros
@@ -158,5 +158,6 @@ def output_fwd(
         LAST_SKIPPED=-1 if pool is None else pool.last_skipped,
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
+        **FUSED,
     )
     return o

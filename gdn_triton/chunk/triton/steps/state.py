@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn_triton._triton.states import empty_state
 from gdn_triton._triton.strides import in_elements, named, row_arguments, row_strides, state_strides
-from gdn_triton._triton.tiles import dot_precision, gpu_of, state_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, gpu_of, state_config
 from gdn_triton.chunk.problem import Pool
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.places import sequence_span
@@ -221,5 +221,6 @@ def state_fwd(
         STORE_HT=final_state is not None,
         IS_VARLEN=chunks.cu_seqlens is not None,
         **config.options,
+        **FUSED,
     )
     return h, v_new, final_state

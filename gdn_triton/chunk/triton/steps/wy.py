@@ -22,7 +22,7 @@ from gdn_triton._triton.strides import (
     row_arguments,
     row_strides,
 )
-from gdn_triton._triton.tiles import dot_precision, wy_config
+from gdn_triton._triton.tiles import FUSED, dot_precision, wy_config
 from gdn_triton.chunk.triton.shared.chunks import ChunkTable
 from gdn_triton.chunk.triton.shared.inverse import invert_unit_lower
 from gdn_triton.chunk.triton.shared.places import chunk_span, decay_of_pairs
@@ -169,5 +169,6 @@ def wy_fwd(
         STORE_A_INV=store_A_inv,
         IS_VARLEN=chunks.chunk_rows is not None,
         **config.options,
+        **FUSED,
     )
     return w, u, A_inv
