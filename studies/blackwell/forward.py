@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gdn_triton._triton.tiles import FUSED
 from gdn_triton.constants import LOG2_DECAY_FLOOR, RCP_LN2, SOFTPLUS_THRESHOLD
 from gdn_triton.reference import chunk_gated_delta_rule as specification
 from studies.blackwell.kernel import blackwell_fwd_kernel
@@ -59,6 +60,7 @@ def blackwell_fwd(
         FLOOR=LOG2_DECAY_FLOOR[torch.float32],
         THRESHOLD=SOFTPLUS_THRESHOLD,
         num_warps=4,
+        **FUSED,
     )
     return o, state
 
