@@ -55,7 +55,8 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_given", "_kernel", "_pointers", "_values", "_variants")
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
-        fixed = FUSED | fixed
+        # An option that was given keeps its place, because Triton's key has the options in order.
+        fixed = {**fixed, **FUSED, **fixed}
         self._compiled = isinstance(kernel, JITFunction)
         self._kernel = kernel
         self._fixed = fixed

@@ -15,7 +15,7 @@ import triton.language as tl
 from recorded_launches import Counted, Recorder, said_by_child, say_outcomes
 
 from gdn_triton._triton.launch import MOST_VARIANTS, Launch
-from gdn_triton._triton.tiles import compiler
+from gdn_triton._triton.tiles import FUSED, compiler
 
 
 @triton.jit(do_not_specialize=["scale", "n"])
@@ -45,7 +45,7 @@ def apart_kernel(x, n, stride, out, BLOCK: tl.constexpr):
 
 
 FIXED = {"stride": 3, "ONE": 1, "HAS_Y": True, "BLOCK": 64}
-OPTIONS = {"num_warps": 4, "num_stages": 2}
+OPTIONS = {"num_warps": 4, "num_stages": 2, **FUSED}
 GRID = (1, 1, 1)
 
 

@@ -205,7 +205,8 @@ class TileLaunch:
     )
 
     def __init__(self, kernel: Any, tiles: Mapping[str, tuple[int, ...]], **fixed: Any) -> None:
-        fixed = FUSED | fixed
+        # An option that was given keeps its place, because Triton's key has the options in order.
+        fixed = {**fixed, **FUSED, **fixed}
         self._given = given = tuple(name for name in kernel.arg_names if name not in fixed)
         if given[: len(tiles)] != tuple(tiles):
             raise TypeError(f"{kernel.__name__}: {tuple(tiles)} must be its first parameters")
