@@ -39,6 +39,7 @@ from benchmarks.decode import add_turns_option, taking_turns
 from benchmarks.layer_calls import (
     DECODE,
     DRAFTS,
+    PREFILL,
     STEPS,
     Call,
     Sizes,
@@ -176,7 +177,7 @@ def measure(
         add_times(rows, calls, device, rounds)
     return {
         "kind": "layer",
-        "what": what or "prefill",
+        "what": what,
         "sequences": len(lengths),
         "tokens": sum(lengths),
         "heads": f"{sizes.H}/{sizes.HV}",
@@ -292,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     makers, versions, missing = makers_of(options.engines)
     name = options.commit or commit()
     append_record(options.jsonl, header("benchmarks.layer", versions, missing, device, name))
-    calls = [("", [options.tokens // N] * N, "float32") for N in options.prefills]
+    calls = [(PREFILL, [options.tokens // N] * N, "float32") for N in options.prefills]
     steps = itertools.product(options.decodes, options.kinds, options.pools)
     calls += [(what, lengths_of(what, N), pool) for N, what, pool in steps]
     records = []

@@ -24,6 +24,7 @@ ROWS = 16  # of a window
 # the tokens are nodes of a tree. PACKED: the sequences have different numbers of tokens.
 DECODE, DRAFTS, LAST, TREE, PACKED = "decode", "drafts", "last state", "tree", "packed"
 STEPS = (DECODE, DRAFTS, LAST, TREE, PACKED)
+PREFILL = "prefill"
 PARENTS = (-1, 0, 0, 1)  # of the nodes of a tree
 LENGTHS = (4, 1, 3, 4, 2)  # of the packed sequences, over and over
 
@@ -43,8 +44,8 @@ class Sizes(NamedTuple):
 
 class Step(NamedTuple):
     """The tensors of a call of one implementation, which it may write. lengths: tokens of each
-    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]. what: of STEPS, or ""
-    (prefill)."""
+    sequence. conv_state: [slots, W - 1, D]; state: [slots, HV, V, K]. what: of STEPS, or
+    PREFILL."""
 
     sizes: Sizes
     lengths: Sequence[int]
@@ -61,7 +62,7 @@ class Step(NamedTuple):
     slots: Tensor
     cu_seqlens: Tensor
     has_initial_state: Tensor
-    what: str = ""
+    what: str = PREFILL
 
     @property
     def is_decode(self) -> bool:
@@ -83,8 +84,7 @@ def lengths_of(what: str, N: int) -> list[int]:
 def make_step(
     sizes: Sizes, what: str, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Step:
-    """what: of STEPS, whose sequences continue from states, or "" for a prefill, whose sequences
-    begin."""
+    """what: of STEPS, whose sequences continue from states, or PREFILL, whose sequences begin."""
     N, T = len(lengths), sum(lengths)
     rand = Random(0, device)
 
@@ -92,7 +92,7 @@ def make_step(
         return rand.normal(*shape).to(dtype)
 
     A, dt_bias = gate_parameters("model", sizes.HV, rand)
-    continues = what in STEPS
+    continues = what != PREFILL
     state = rand.normal(N + 1, sizes.HV, sizes.V, sizes.K)
     conv_state = normal(N + 1, W - 1, sizes.D)
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -120,7 +120,7 @@ def make_step(
 def exact(step: Step) -> Tensor:
     """The result in float64, of the first tokens of a prefill or of the first sequences."""
     device = step.slots.device
-    if step.what not in STEPS:
+    if step.what == PREFILL:
         return in_order(step, torch.arange(min(CHECKED, step.lengths[0]), device=device)[None])[0]
     n = min(CHECKED, len(step.lengths))
     lengths = torch.tensor(step.lengths[:n], device=device)
@@ -158,7 +158,7 @@ def in_order(step: Step, rows: Tensor) -> Tensor:
 
 
 def refuse_several(step: Step) -> None:
-    if step.what not in ("", DECODE):
+    if step.what not in (PREFILL, DECODE):
         raise NotImplementedError("steps of several tokens are measured for ours only")
 
 

@@ -12,8 +12,8 @@ from benchmarks.layer_calls import (
     EPS,
     PACKED,
     PARENTS,
+    PREFILL,
     ROWS,
-    STEPS,
     TREE,
     Call,
     Step,
@@ -29,13 +29,13 @@ from gdn_triton import (
 
 
 def ours(step: Step) -> Call:
-    if step.what in STEPS:
-        return stepped(step, counters=True)
-    return prefilled(step)
+    if step.what == PREFILL:
+        return prefilled(step)
+    return stepped(step, counters=True)
 
 
 def ours_in_three(step: Step) -> Call:
-    if step.what not in STEPS:
+    if step.what == PREFILL:
         raise NotImplementedError("a prefill always makes several launches")
     if step.what == DECODE:
         raise NotImplementedError("one token makes one launch without counters too")

@@ -31,6 +31,11 @@ def taken_by(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name in names}
 
 
+def with_fusion(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fixed arguments of a launch with `FUSED`, unless they have its option."""
+    return fixed if FUSED.keys() <= fixed.keys() else fixed | FUSED
+
+
 class Launch:
     """``Launch(kernel, **fixed)(grid, **given)`` does what ``kernel[grid](**given, **fixed)`` does.
 
@@ -55,8 +60,7 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_given", "_kernel", "_pointers", "_values", "_variants")
 
     def __init__(self, kernel: Any, **fixed: Any) -> None:
-        # An option that was given keeps its place, because Triton's key has the options in order.
-        fixed = {**fixed, **FUSED, **fixed}
+        fixed = with_fusion(fixed)
         self._compiled = isinstance(kernel, JITFunction)
         self._kernel = kernel
         self._fixed = fixed

@@ -194,7 +194,7 @@ def test_engines(
     device = layer.device_for(dry_run=True)
     maker = {"vllm": layer.vllm, "sglang": layer.sglang}[name]
     makers: dict[str, Any] = {"engine": lambda step: maker(step, run)}
-    for what, lengths in (("decode", [1, 1, 1]), ("", [35, 35])):
+    for what, lengths in (("decode", [1, 1, 1]), ("prefill", [35, 35])):
         record = layer.measure(layer.Sizes(1, 2, 16, 16), what, lengths, device, makers, 1)
         row = record["results"]["engine"]
         assert "skipped" not in row and row["error"] < GATE, row

@@ -61,8 +61,9 @@ def make_call(
 ) -> StepCall:
     """5 sequences of 4 value heads. norm: with 2 key heads, of a mixed call with every option,
     dt_bias unless `slots` is "own"; otherwise as many key heads. tokens: of each sequence; 0:
-    packed, LENGTHS. apart: no state begins at a multiple of 16 bytes. Of the numbers of accepted
-    tokens two are out of range, and the sequence with the most tokens has more than columns."""
+    packed, LENGTHS. apart: no state begins at a multiple of 16 bytes. Two of the
+    numbers of accepted tokens are out of range, and the longest sequence has more tokens than
+    `read_slots` has columns."""
     N, H, HV = 5, 2 if norm else 4, 4
     torch.manual_seed(seed)
     rows, columns = sum(LENGTHS) + 2, max(2, (tokens or max(LENGTHS)) - 1)

@@ -216,11 +216,11 @@ class ValueFirstForm(NamedTuple):
 
 # The key is the itemsize of the states, and whether a key head has more than FEW_CHANNELS channels
 # of v. One tile a head is faster while a multiprocessor has one program, or two with 16-bit states.
-# With up to four float32 programs narrow tiles are faster. With more, tiles that are not prefetched
-# are the fastest, because a thread then has 128 registers instead of 235, and four programs run at
-# once instead of two. On an H200 1024 programs of two value heads took 72 us with 4 warps, 73 with
-# 2, 83 with 4 and prefetching; 512 took 38, 37 and 44. With more channels of v narrow tiles spill,
-# and tiles that are not prefetched take 168 registers, which was not timed.
+# With up to four float32 programs tiles of two warps are faster. With more, tiles that are not
+# prefetched are the fastest, because a thread then has 128 registers instead of 235, and four
+# programs run at once instead of two. On an H200 1024 programs of two value heads took 72 us with 4
+# warps, 73 with 2, 83 with 4 and prefetching; 512 took 38, 37 and 44. With more channels of v two
+# warps spill, and tiles that are not prefetched take 168 registers, which was not timed.
 FEW_CHANNELS = 256
 ONE_TILE = ValueFirstForm(programs=1, warps=8, prefetch=True)
 HALF_TILES = ValueFirstForm(programs=math.inf, warps=4, prefetch=True)

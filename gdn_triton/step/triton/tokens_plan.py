@@ -74,8 +74,8 @@ MOST_PROGRAMS = {4: 256, 2: 256}
 MOST_DRAFTS = {4: 128, 2: 128}
 FEW_TOKENS = 4
 # The same for one token, where `layer_step_kernel` is the other form: 0.48 to 0.77 of its time with
-# float32 states and 0.67 to 0.77 with bfloat16 states. With twice as many programs an older form of
-# that kernel took 0.8 to 1.2 times as long.
+# float32 states and 0.67 to 0.77 with bfloat16 states. With twice as many programs this kernel took
+# 0.85 to 1.26 of the time of an older form of `layer_step_kernel`.
 # Key-first float32 states take 0.73 to 0.83, and bfloat16 states 0.76 to 0.85 of three functions.
 MOST_ONE_TOKEN = {4: 256, 2: 256}
 # The largest numbers of tokens and of programs with a window: 0.87 to 0.99 of the time of three

@@ -26,8 +26,8 @@ from gdn_triton._triton.launch import (
     inspect_pointers,
     is_kept,
     run_variant,
+    with_fusion,
 )
-from gdn_triton._triton.tiles import FUSED
 
 ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 ROWS32 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
@@ -205,8 +205,7 @@ class TileLaunch:
     )
 
     def __init__(self, kernel: Any, tiles: Mapping[str, tuple[int, ...]], **fixed: Any) -> None:
-        # An option that was given keeps its place, because Triton's key has the options in order.
-        fixed = {**fixed, **FUSED, **fixed}
+        fixed = with_fusion(fixed)
         self._given = given = tuple(name for name in kernel.arg_names if name not in fixed)
         if given[: len(tiles)] != tuple(tiles):
             raise TypeError(f"{kernel.__name__}: {tuple(tiles)} must be its first parameters")
